@@ -1,0 +1,12 @@
+"""What a user did wrong, said in one line."""
+
+from __future__ import annotations
+
+
+class BadInput(ValueError):
+    """Input that breaks a rule: a file, a setting, a record. The command line prints it and exits with code 2."""
+
+    def __init__(self, name: str, rule: str, value: object = None) -> None:
+        """`name` is what is wrong (a file, a key), `rule` what it must satisfy, `value` what was given instead."""
+        got = "" if value is None else f", got {value!r}"
+        super().__init__(f"{name}: {rule}{got}")

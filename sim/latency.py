@@ -1,0 +1,155 @@
+"""How long operations take: a table of measured locations with empirical residuals, and the range it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sim.errors import BadInput
+from sim.trace import Lane, Operation
+
+FloatArray = NDArray[np.float64]
+
+# Residuals are stored as this many equally likely ratios, the mid-quantiles of the samples. The outermost lie 1.25 %
+# from either end, so that a lone outlier among a hundred samples does not move them.
+NUM_RESIDUALS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySample:
+    """One timed operation of a profiling run.
+
+    `context` is the number of KV entries before it, `busy` whether the other role worked at the same time, `block` the
+    interleaved block it belongs to (blocks are in time order: drift shows between them).
+    """
+
+    lane: Lane
+    operation: Operation
+    num_tokens: int
+    context: int
+    busy: bool
+    block: int
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class OperationLatency:
+    """Latency of one operation: location at knots of (num_tokens, context), and ratios to it that are equally likely.
+
+    `knots[num_tokens]` is a tuple of (context, location_s), contexts ascending. Between knots the location is linear;
+    outside them there is no answer.
+    """
+
+    operation: Operation
+    knots: Mapping[int, tuple[tuple[int, float], ...]]
+    residuals: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.knots or not self.residuals:
+            raise BadInput(f"latency of {self.operation.value}", "must have at least one knot and one residual")
+        values = [location for knots in self.knots.values() for _, location in knots] + list(self.residuals)
+        bad = [value for value in values if not (np.isfinite(value) and value >= 0)]
+        if bad:
+            raise BadInput(f"latency of {self.operation.value}", "must be finite and >= 0", bad[0])
+
+    @cached_property
+    def mean_residual(self) -> float:
+        return float(np.mean(self.residuals))
+
+    def location_s(self, num_tokens: int, context: ArrayLike) -> FloatArray:
+        """Location at the contexts given (any shape), in seconds. Raises `BadInput` outside the covered range."""
+        widths = sorted(self.knots)
+        if not widths[0] <= num_tokens <= widths[-1]:
+            rule = f"number of tokens must be in the profiled range {widths[0]}..{widths[-1]}"
+            raise BadInput(f"latency of {self.operation.value}", rule, num_tokens)
+        above = next(width for width in widths if width >= num_tokens)
+        high = self._over_context(above, context)
+        if above == num_tokens:
+            return high
+        below = max(width for width in widths if width < num_tokens)
+        share = (num_tokens - below) / (above - below)
+        return (1 - share) * self._over_context(below, context) + share * high
+
+    def _over_context(self, width: int, context: ArrayLike) -> FloatArray:
+        wanted = np.asarray(context, dtype=float)
+        contexts, locations = zip(*self.knots[width], strict=True)
+        outside = wanted[(wanted < contexts[0]) | (wanted > contexts[-1])]
+        if outside.size:
+            rule = f"context must be in the profiled range {contexts[0]}..{contexts[-1]}"
+            raise BadInput(f"latency of {self.operation.value} at {width} tokens", rule, int(outside.flat[0]))
+        return np.interp(wanted, contexts, locations)
+
+    def mean_s(self, num_tokens: int, context: ArrayLike) -> FloatArray:
+        return self.location_s(num_tokens, context) * self.mean_residual
+
+    def samples_s(self, num_tokens: int, context: int) -> FloatArray:
+        """(num_residuals,) equally likely durations."""
+        return self.location_s(num_tokens, context) * np.asarray(self.residuals)
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Latency of every operation of either lane, with the other lane idle."""
+
+    operations: Mapping[tuple[Lane, Operation], OperationLatency]
+
+    def __getitem__(self, key: tuple[Lane, Operation]) -> OperationLatency:
+        if key not in self.operations:
+            known = ", ".join(sorted(f"{lane.value} {operation.value}" for lane, operation in self.operations))
+            raise BadInput(f"latency of {key[0].value} {key[1].value}", f"was not profiled; known: {known}")
+        return self.operations[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            f"{lane.value}.{operation.value}": {
+                "knots_num_tokens_context_s": [
+                    [width, context, location]
+                    for width, row in sorted(table.knots.items())
+                    for context, location in row
+                ],
+                "residual_ratios": list(table.residuals),
+            }
+            for (lane, operation), table in self.operations.items()
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LatencyModel:
+        """Inverse of `to_dict`."""
+        operations = {}
+        for name, entry in data.items():
+            lane, operation = name.split(".")
+            knots: dict[int, list[tuple[int, float]]] = {}
+            for width, context, location in entry["knots_num_tokens_context_s"]:
+                knots.setdefault(int(width), []).append((int(context), float(location)))
+            table = {width: tuple(sorted(row)) for width, row in knots.items()}
+            key = (Lane(lane), Operation(operation))
+            operations[key] = OperationLatency(key[1], table, tuple(entry["residual_ratios"]))
+        return cls(operations)
+
+
+def equally_likely(values: Iterable[float], num: int) -> FloatArray:
+    """(num,) equally likely values with the mean of the sorted `values`, each the mean of an equal share of them."""
+    ordered = np.sort(np.fromiter(values, dtype=float))
+    if ordered.size <= num:
+        return ordered
+    cumulative = np.concatenate([[0.0], np.cumsum(ordered)])
+    edges = np.linspace(0, ordered.size, num + 1)
+    return np.diff(np.interp(edges, np.arange(ordered.size + 1), cumulative)) * num / ordered.size
+
+
+def sum_of_independent(parts: Iterable[FloatArray], num: int = 200) -> FloatArray:
+    """(<= num,) equally likely values of the sum of independent parts, each given by its equally likely values."""
+    total = np.zeros(1)
+    for part in parts:
+        total = equally_likely(np.add.outer(total, part).ravel(), num)
+    return total
+
+
+def mean_of_maximum(first: FloatArray, second: FloatArray) -> float:
+    """E[max(X, Y)] of independent X and Y given by their equally likely values."""
+    return float(np.maximum.outer(first, second).mean())

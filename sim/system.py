@@ -1,0 +1,101 @@
+"""A system: everything the simulator knows about one model pair on one machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.agreement import AgreementRecord
+from sim.errors import BadInput
+from sim.latency import LatencyModel
+from sim.trace import Lane, Operation
+
+SCHEMA = 1
+FloatArray = NDArray[np.float64]
+
+
+class HostTerm(StrEnum):
+    """Time of a round that no operation explains (hand-over, look-up, Python), by the kind of round."""
+
+    AUTOREGRESSIVE = "ar"
+    SPECULATIVE = "sd"
+    HIT = "hit"  # SSD: from the later of outcome and build to the start of the verification of a prepared speculation
+    MISS = "miss"  # SSD: the same after a miss, the fallback's draft steps left out; also before the first round
+
+
+@dataclass(frozen=True)
+class System:
+    """Latency of each operation alone, slow-down of each lane while the other works, host times, agreement record.
+
+    `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. `identity` says which pair,
+    device and library versions it holds for.
+    """
+
+    latency: LatencyModel
+    contention: Mapping[Lane, float]
+    host_s: Mapping[HostTerm, float]
+    agreement: AgreementRecord
+    identity: dict[str, Any]
+
+    def mean_s(self, lane: Lane, operation: Operation, num_tokens: int, context: Any, *, beside: bool) -> FloatArray:
+        """Mean duration at the contexts given; `beside` means while the other lane works."""
+        return self.latency[lane, operation].mean_s(num_tokens, context) * (self.contention[lane] if beside else 1.0)
+
+    def samples_s(self, lane: Lane, operation: Operation, num_tokens: int, context: int, *, beside: bool) -> FloatArray:
+        """(num_residuals,) equally likely durations."""
+        slowdown = self.contention[lane] if beside else 1.0
+        return self.latency[lane, operation].samples_s(num_tokens, context) * slowdown
+
+    def write(self, path: Path) -> None:
+        """Write `path` (JSON) and, beside it, `<stem>.agreement.parquet`, tied to it by a hash."""
+        record = path.with_suffix(".agreement.parquet")
+        self.agreement.write(record)
+        data = {
+            "schema": SCHEMA,
+            "identity": self.identity,
+            "agreement": {"file": record.name, "sha256": _sha256(record), "num_prompts": self.agreement.num_prompts},
+            "host_s": {term.value: value for term, value in self.host_s.items()},
+            "contention": {lane.value: value for lane, value in self.contention.items()},
+            "latency": self.latency.to_dict(),
+        }
+        path.write_text(json.dumps(data, indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> System:
+        """Inverse of `write`. Raises `BadInput` naming file and key if something is missing or was exchanged."""
+        if not path.exists():
+            raise BadInput(str(path), "no such system; `saguaro fit` writes one")
+        try:
+            data = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise BadInput(str(path), f"must be JSON ({error})") from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise BadInput(
+                f"{path}: schema", f"must be {SCHEMA}", data.get("schema") if isinstance(data, dict) else data
+            )
+        missing = {"identity", "agreement", "host_s", "contention", "latency"} - data.keys()
+        if missing:
+            raise BadInput(f"{path}: {min(missing)}", "this key is missing")
+        record = path.parent / data["agreement"]["file"]
+        agreement = AgreementRecord.read(record)
+        if _sha256(record) != data["agreement"]["sha256"]:
+            raise BadInput(str(record), f"must be the record that {path} was fitted with (its hash differs)")
+        return cls(
+            latency=LatencyModel.from_dict(data["latency"]),
+            contention={Lane(lane): float(value) for lane, value in data["contention"].items()},
+            host_s={HostTerm(term): float(value) for term, value in data["host_s"].items()},
+            agreement=agreement,
+            identity=data["identity"],
+        )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,207 @@
+"""The record of a run: what happened in every round and when every operation ran.
+
+The simulator and the executor both return a `Trace`; metrics are functions of it (`sim.metrics`). Times are seconds on
+one clock per trace. A trace is stored as a folder of parquet tables plus `trace.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from sim.errors import BadInput
+
+SCHEMA = 1
+
+
+class Lane(StrEnum):
+    """Whose time an operation takes."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+class Operation(StrEnum):
+    """Every kind of work that a decoder does; a span is one of these."""
+
+    PREFILL = "prefill"  # either lane: the prompt's forward pass
+    VERIFY = "verify"  # target: forward over `num_tokens` tokens, acceptance, roll-back (1 token is an AR step)
+    DRAFT_STEP = "draft_step"  # draft: one forward over `num_tokens` tokens and one sampled token
+    GLUE = "glue"  # draft: forward over the round's speculation, choice of the branches
+    TREE_STEP = "tree_step"  # draft: one forward over `num_tokens` branches and one sampled token each
+    LOOKUP = "lookup"  # draft: outcome to prepared speculation
+
+
+class Source(StrEnum):
+    """Where the speculation verified in a round came from."""
+
+    SYNCHRONOUS = "synchronous"  # SD and AR: drafted (or not) before the round, no speculation cache
+    FIRST = "first"  # SSD: the first round of a sequence, supplied by the fallback without a look-up
+    HIT = "hit"  # SSD: prepared in the speculation cache
+    MISS = "miss"  # SSD: supplied by the fallback after a look-up that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a verification: `num_accepted` draft tokens, then `bonus_token`."""
+
+    num_accepted: int
+    bonus_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation on one lane. `context` is the number of KV entries before it, `round` -1 before the first round."""
+
+    lane: Lane
+    operation: Operation
+    sequence: int
+    round: int
+    num_tokens: int
+    context: int
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One verification, from the moment its speculation is asked for to the moment its outcome is known.
+
+    `num_emitted` counts committed tokens: accepted ones plus the bonus token, except where a stop token among the
+    accepted ones ended the sequence, where nothing after it counts anywhere.
+    """
+
+    sequence: int
+    index: int
+    source: Source
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    context: int
+    start_s: float
+    end_s: float
+
+    @property
+    def was_rejected(self) -> bool:
+        return self.num_accepted < self.num_drafted and self.num_emitted > self.num_accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One decoded prompt. `tokens` includes the first token, which the prefill emits before `decode_start_s`."""
+
+    index: int
+    prompt_length: int
+    tokens: tuple[int, ...]
+    prefill_start_s: float
+    decode_start_s: float
+    end_s: float
+    stopped: bool
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens that rounds emitted."""
+        return max(0, len(self.tokens) - 1)
+
+    @property
+    def decode_s(self) -> float:
+        return self.end_s - self.decode_start_s
+
+
+@dataclass
+class Trace:
+    """Sequences, rounds and spans of one policy over one workload; `meta` says how they were produced."""
+
+    policy: dict[str, Any]
+    workload: dict[str, Any]
+    sequences: list[Sequence] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """SHA-256 of what was decoded and in which rounds, times left out."""
+        rows: list[Any] = [[s.index, list(s.tokens)] for s in self.sequences]
+        rows += [[r.sequence, r.index, r.source, r.num_drafted, r.num_accepted, r.num_emitted] for r in self.rounds]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Write `sequences.parquet`, `rounds.parquet`, `spans.parquet`, `trace.json` and `perfetto.json`."""
+        import pyarrow.parquet as pq
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows, row_type in self._tables():
+            pq.write_table(_to_table(rows, row_type), folder / f"{name}.parquet")
+        header = {"schema": SCHEMA, "policy": self.policy, "workload": self.workload, "meta": self.meta}
+        (folder / "trace.json").write_text(json.dumps(header, indent=1))
+        (folder / "perfetto.json").write_text(json.dumps(self.to_perfetto()))
+
+    @classmethod
+    def read(cls, folder: Path) -> Trace:
+        """Inverse of `write`. Raises `BadInput` if a file is missing or of another schema."""
+        import pyarrow.parquet as pq
+
+        path = folder / "trace.json"
+        if not path.exists():
+            raise BadInput(str(path), "no such file; a trace folder holds trace.json and three parquet tables")
+        header = json.loads(path.read_text())
+        if header.get("schema") != SCHEMA:
+            raise BadInput(f"{path}: schema", f"must be {SCHEMA}", header.get("schema"))
+        trace = cls(policy=header["policy"], workload=header["workload"], meta=header["meta"])
+        for name, rows, row_type in trace._tables():
+            rows.extend(_from_rows(pq.read_table(folder / f"{name}.parquet").to_pylist(), row_type))
+        return trace
+
+    def _tables(self) -> list[tuple[str, list, type]]:
+        return [("sequences", self.sequences, Sequence), ("rounds", self.rounds, Round), ("spans", self.spans, Span)]
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """Chrome-trace JSON (open in ui.perfetto.dev): one track per lane and one for the rounds."""
+        tracks = {"rounds": 0, Lane.TARGET: 1, Lane.DRAFT: 2}
+        origin = min((s.prefill_start_s for s in self.sequences), default=0.0)
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": str(track)}}
+            for track, tid in tracks.items()
+        ]
+
+        def add(name: str, track: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
+            event = {"name": name, "ph": "X", "pid": 0, "tid": tracks[track], "args": args}
+            events.append(event | {"ts": (start_s - origin) * 1e6, "dur": (end_s - start_s) * 1e6})
+
+        for r in self.rounds:
+            name = f"{r.source.value}: {r.num_accepted}/{r.num_drafted} accepted"
+            add(
+                name, "rounds", r.start_s, r.end_s, {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted}
+            )
+        for s in self.spans:
+            args = {"sequence": s.sequence, "round": s.round, "num_tokens": s.num_tokens, "context": s.context}
+            add(s.operation.value, s.lane, s.start_s, s.end_s, args)
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _to_table(rows: Iterable[Any], row_type: type) -> Any:
+    import pyarrow as pa
+
+    arrow_types = {
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+        "tuple[int, ...]": pa.list_(pa.int64()),
+    }
+    schema = pa.schema([(f.name, arrow_types.get(str(f.type), pa.string())) for f in fields(row_type)])
+    return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
+
+
+def _from_rows(rows: list[dict[str, Any]], row_type: type) -> list[Any]:
+    enums: dict[str, Any] = {"Lane": Lane, "Operation": Operation, "Source": Source, "tuple[int, ...]": tuple}
+    convert = {f.name: enums[str(f.type)] for f in fields(row_type) if str(f.type) in enums}
+    return [row_type(**{k: convert[k](v) if k in convert else v for k, v in row.items()}) for row in rows]

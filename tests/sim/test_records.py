@@ -1,0 +1,191 @@
+"""Latency tables, systems, traces and metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sim import metrics
+from sim.errors import BadInput
+from sim.latency import LatencyModel, OperationLatency, equally_likely, mean_of_maximum, sum_of_independent
+from sim.policy import SpeculativeSpeculative
+from sim.simulate import predict, simulate
+from sim.system import System
+from sim.trace import Operation, Round, Sequence, Source, Trace
+from tests.sim.toy import markov, record_of, system_of, workload_of
+
+TABLE = OperationLatency(
+    Operation.VERIFY, {1: ((0, 1.0), (100, 2.0)), 2: ((0, 5.0), (100, 5.0)), 4: ((0, 7.0), (100, 9.0))}, (0.9, 1.1)
+)
+
+
+def test_latency_interpolates_inside_its_range():
+    assert TABLE.location_s(1, [0, 50, 100]) == pytest.approx([1.0, 1.5, 2.0])
+    assert TABLE.location_s(3, 100) == pytest.approx(7.0)
+    assert TABLE.location_s(2, 50) == pytest.approx(5.0), "a step between one and two tokens is kept"
+    assert TABLE.samples_s(1, 0) == pytest.approx([0.9, 1.1])
+
+
+@pytest.mark.parametrize(
+    ("width", "context", "message"),
+    [(5, 0, "range 1..4, got 5"), (0, 0, "range 1..4, got 0"), (1, 101, "range 0..100, got 101"), (1, -1, "got -1")],
+)
+def test_latency_refuses_what_was_not_measured(width, context, message):
+    with pytest.raises(BadInput, match=message):
+        TABLE.mean_s(width, context)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_impossible_latencies_are_refused(value):
+    with pytest.raises(BadInput, match="must be finite and >= 0"):
+        OperationLatency(Operation.VERIFY, {1: ((0, value),)}, (1.0,))
+
+
+def test_latency_model_survives_its_dictionary_and_names_what_is_missing():
+    system = system_of(record_of(*markov(1), num_prompts=1, length=4, seed=1))
+    model = LatencyModel.from_dict(json.loads(json.dumps(system.latency.to_dict())))
+    assert model == system.latency
+    with pytest.raises(BadInput, match="target prefill: was not profiled; known: draft draft_step"):
+        from sim.trace import Lane
+
+        _ = model[Lane.TARGET, Operation.PREFILL]
+
+
+def test_compressed_distributions_keep_their_mean():
+    values = np.random.default_rng(1).gamma(2.0, size=1003)
+    assert equally_likely(values, 40).mean() == pytest.approx(values.mean())
+    parts = [np.array([1.0, 2.0]), np.array([0.0, 4.0]), values[:50]]
+    assert sum_of_independent(parts).mean() == pytest.approx(sum(part.mean() for part in parts))
+
+
+def test_mean_of_maximum_against_sampling():
+    """One million draws; the standard error is below 1e-3, the tolerance 5e-3."""
+    rng = np.random.default_rng(2)
+    first = rng.normal(10, 1, 40)
+    parts = [rng.normal(3.3, 0.6, 40) for _ in range(3)]
+    drawn = sum(part[rng.integers(0, 40, 1_000_000)] for part in parts)
+    sampled = np.maximum(first[rng.integers(0, 40, 1_000_000)], drawn).mean()
+    assert mean_of_maximum(first, sum_of_independent(parts)) == pytest.approx(sampled, abs=5e-3)
+    assert mean_of_maximum(first, sum_of_independent(parts)) > max(first.mean(), drawn.mean()) + 0.1
+
+
+# -------------------------------------------------------------------------------------------------------------- system
+
+
+def test_system_round_trip_predicts_the_same(tmp_path):
+    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    system = system_of(record, residuals=(0.8, 1.2), contention=1.1)
+    system.write(tmp_path / "system.json")
+    read = System.read(tmp_path / "system.json")
+    policy, workload = SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record)
+    assert predict(policy, workload, read).tokens_per_s == predict(policy, workload, system).tokens_per_s
+
+
+def test_an_exchanged_record_is_refused(tmp_path):
+    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    system_of(record).write(tmp_path / "system.json")
+    record_of(*markov(1), num_prompts=4, length=12, seed=2).write(tmp_path / "system.agreement.parquet")
+    with pytest.raises(BadInput, match="its hash differs"):
+        System.read(tmp_path / "system.json")
+
+
+def test_a_missing_or_broken_system_is_named(tmp_path):
+    with pytest.raises(BadInput, match="no such system"):
+        System.read(tmp_path / "nowhere.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(BadInput, match="must be JSON"):
+        System.read(tmp_path / "broken.json")
+    (tmp_path / "old.json").write_text('{"schema": 0}')
+    with pytest.raises(BadInput, match="schema: must be 1, got 0"):
+        System.read(tmp_path / "old.json")
+
+
+# --------------------------------------------------------------------------------------------------------------- trace
+
+
+def two_prompts(seconds: tuple[float, float], tokens: tuple[int, int] = (11, 11)) -> Trace:
+    """Two sequences of one round each, which took the seconds given."""
+    trace = Trace(policy={"kind": "ar"}, workload={})
+    for index in range(2):
+        trace.sequences.append(Sequence(index, 3, tuple(range(tokens[index])), 0.0, 0.0, seconds[index], False))
+        emitted = tokens[index] - 1
+        trace.rounds.append(
+            Round(index, 0, Source.SYNCHRONOUS, emitted - 1, emitted - 1, emitted, 3, 0.0, seconds[index])
+        )
+    return trace
+
+
+def test_trace_round_trip(tmp_path):
+    record = record_of(*markov(1), num_prompts=3, length=12, seed=1)
+    trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record))
+    trace.write(tmp_path / "trace")
+    assert Trace.read(tmp_path / "trace") == trace
+    with pytest.raises(BadInput, match="no such file"):
+        Trace.read(tmp_path / "other")
+
+
+def test_perfetto_has_one_track_per_lane_and_every_span():
+    record = record_of(*markov(1), num_prompts=2, length=8, seed=1)
+    trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record))
+    events = trace.to_perfetto()["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"rounds", "target", "draft"}
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == len(trace.spans) + len(trace.rounds)
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_speedups_are_ratios_of_totals():
+    """AR took 10 + 10 s, SD 5 + 20 s for equal tokens: .8, not the mean of the ratios 2 and .5."""
+    ar, sd = two_prompts((10, 10)), two_prompts((5, 20))
+    assert metrics.speedup([sd], [ar]).value == pytest.approx(0.8)
+    assert metrics.tokens_per_s([ar]).value == pytest.approx(1.0)
+
+
+def test_four_acceptance_figures_are_kept_apart():
+    trace = Trace(policy={}, workload={}, sequences=[Sequence(0, 3, tuple(range(9)), 0, 0, 1, False)])
+    counts = [(4, 4, 5), (4, 1, 2), (4, 0, 1)]  # drafted, accepted, emitted
+    trace.rounds = [
+        Round(0, i, Source.SYNCHRONOUS, drafted, accepted, emitted, 3, 0, 1)
+        for i, (drafted, accepted, emitted) in enumerate(counts)
+    ]
+    assert metrics.mean_acceptance_length([trace]).value == pytest.approx(8 / 3)
+    assert metrics.accepted_per_round([trace]).value == pytest.approx(5 / 3)
+    assert metrics.accepted_over_drafted([trace]).value == pytest.approx(5 / 12)
+    assert metrics.acceptance_rate([trace]).value == pytest.approx(5 / 7)
+    assert metrics.survival_by_position([trace]) == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
+    assert metrics.accept_count_histogram([trace]) == {0: 1, 1: 1, 4: 1}
+
+
+def test_repeats_of_one_prompt_do_not_narrow_the_interval():
+    """Ten repeats of the same outcome leave the interval over prompts as it was."""
+    trace = two_prompts((5, 20))
+    once, often = metrics.tokens_per_s([trace]), metrics.tokens_per_s([trace] * 10)
+    assert (once.value, once.low, once.high) == pytest.approx((often.value, often.low, often.high))
+
+
+def test_one_prompt_has_no_interval():
+    trace = replace(two_prompts((5, 20)))
+    trace.sequences, trace.rounds = trace.sequences[:1], trace.rounds[:1]
+    estimate = metrics.tokens_per_s([trace])
+    assert estimate.to_dict() == {"value": 2.0, "low": None, "high": None, "n": 1}
+
+
+def test_measured_figures_of_a_simulated_trace_match_its_expectation():
+    """500 prompts: hit rates by source and overlap of the trace against the recursion and the timeline's own times."""
+    record = record_of(*markov(1), num_prompts=500, length=20, seed=1)
+    system, workload = system_of(record), workload_of(record)
+    policy = SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1))
+    traces, expected = (
+        [simulate(policy, workload, system, seed) for seed in range(4)],
+        predict(policy, workload, system),
+    )
+    assert metrics.hit_rate(traces).value == pytest.approx(expected.hit_rate.value, abs=0.015)
+    for source, rate in metrics.hit_rate_by_source(traces).items():
+        assert rate.value == pytest.approx(expected.hit_rate_by_source[source].value, abs=0.02)
+    assert metrics.overlap(traces).value == pytest.approx(1.0), "a build of 6 ms hides behind a verification of 10 ms"
