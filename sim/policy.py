@@ -40,6 +40,12 @@ class Autoregressive:
     def speculation_length(self) -> int:
         return 0
 
+    def num_drafted(self, source: Source) -> int:
+        return 0
+
+    def fan_out(self, source: Source) -> tuple[int, ...]:
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "ar"}
 
@@ -56,6 +62,12 @@ class Speculative:
     @property
     def name(self) -> str:
         return f"SD K={self.speculation_length}"
+
+    def num_drafted(self, source: Source) -> int:
+        return self.speculation_length
+
+    def fan_out(self, source: Source) -> tuple[int, ...]:
+        return ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "sd", "speculation_length": self.speculation_length}

@@ -1,8 +1,7 @@
 """Exact expectation of a policy over an agreement record: no sampling of outcomes, no noise.
 
-A forward recursion over (tokens emitted so far, source of the round). `i` tokens have been emitted before a round; its
-pending token is number i - 1, so both models hold prompt + i - 1 tokens in their KV caches. Policies of equal K and
-fallback are carried through together.
+A forward recursion over (tokens emitted so far, source of the round). Policies of equal K and fallback are carried
+through together.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.agreement import AgreementRecord
-from sim.errors import BadInput
 from sim.latency import mean_of_maximum, sum_of_independent
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
+from sim.replay import Replay
 from sim.system import HostTerm, System
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
@@ -44,7 +43,7 @@ class Expectation:
 
 def expectations(policies: Sequence[Policy], workload: Workload, system: System) -> list[Expectation]:
     """One `Expectation` per policy, in their order."""
-    replay = _Replay(system.agreement, workload)
+    replay = Replay(system.agreement, workload)
     results: dict[int, Expectation] = {}
     groups: dict[tuple[int, Fallback], list[int]] = {}
     for index, policy in enumerate(policies):
@@ -93,53 +92,6 @@ def _shift(table: FloatArray, by: int, fill: float) -> FloatArray:
     return shifted
 
 
-class _Replay:
-    """The record's replay law as tables (num_prompts, length + margin) under a workload's length cap."""
-
-    def __init__(self, record: AgreementRecord, workload: Workload) -> None:
-        if workload.temperature != record.temperature:
-            rule = f"must equal the temperature of the agreement record, {record.temperature}"
-            raise BadInput("workload.temperature", rule, workload.temperature)
-        if workload.max_new_tokens > record.max_new_tokens:
-            rule = f"must be <= {record.max_new_tokens}, the length of the agreement record"
-            raise BadInput("workload.max_new_tokens", rule, workload.max_new_tokens)
-        self.record = record
-        self.cap = workload.max_new_tokens
-        self.lengths: IntArray = np.minimum(record.lengths, self.cap)
-        self.prompt_length = record.prompt_length
-        self.acceptance = record.padded(record.acceptance, fill=1.0)
-        self.hit_after_rejection = cache(lambda fan_out: record.padded(record.hit_after_rejection(fan_out)))
-        self.hit_after_acceptance = cache(lambda fan_out: record.padded(record.hit_after_acceptance(fan_out)))
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.max(initial=0))
-
-    def num_tokens(self) -> FloatArray:
-        return np.maximum(0, self.lengths - 1).astype(float)
-
-    def context(self, emitted: int) -> IntArray:
-        """(num_prompts,) KV entries of either model before a round."""
-        return self.prompt_length + emitted - 1
-
-    def accept_counts(self, emitted: int, num_drafted: int) -> list[tuple[FloatArray, NDArray[np.bool_]]]:
-        """For each k: (num_prompts,) its probability, and whether the sequence goes on after it."""
-        counts = []
-        survived = np.ones(self.num_prompts)
-        for k in range(num_drafted + 1):
-            goes_on = emitted + k + 1 < self.lengths
-            position = emitted + k
-            inside = position < self.acceptance.shape[1]
-            accepted = self.acceptance[:, position] if inside else np.ones(self.num_prompts)
-            counts.append((survived * (1 - accepted) if k < num_drafted else survived, goes_on))
-            survived = survived * accepted
-        return counts
-
-
 def _verify_s(system: System, num_drafted: int, contexts: IntArray, *, beside: bool) -> FloatArray:
     return system.mean_s(Lane.TARGET, Operation.VERIFY, num_drafted + 1, contexts, beside=beside)
 
@@ -152,7 +104,7 @@ def _draft_s(system: System, num_drafted: int, contexts: IntArray) -> FloatArray
     return np.sum(steps, axis=0) if steps else np.zeros(len(contexts))
 
 
-def _synchronous(policy: Autoregressive | Speculative, replay: _Replay, system: System) -> Expectation:
+def _synchronous(policy: Autoregressive | Speculative, replay: Replay, system: System) -> Expectation:
     """AR and SD: every round drafts, then verifies."""
     K = policy.speculation_length
     host_s = system.host_s[HostTerm.SPECULATIVE if K else HostTerm.AUTOREGRESSIVE]
@@ -160,7 +112,7 @@ def _synchronous(policy: Autoregressive | Speculative, replay: _Replay, system: 
     mass[replay.lengths > 1, 1:2] = 1.0
     rounds, seconds = np.zeros((2, replay.num_prompts))
     for i in range(1, replay.longest):
-        num_drafted = min(K, replay.cap - i - 1)
+        num_drafted = replay.room_for(K, i)
         contexts = replay.context(i)
         round_s = _draft_s(system, num_drafted, contexts) + _verify_s(system, num_drafted, contexts, beside=False)
         rounds += mass[:, i]
@@ -200,7 +152,7 @@ def _mean_round_s(
 
 
 def _speculative_speculative(
-    policies: list[SpeculativeSpeculative], replay: _Replay, system: System
+    policies: list[SpeculativeSpeculative], replay: Replay, system: System
 ) -> list[Expectation]:
     """SSD policies of equal K and fallback; arrays carry a leading axis over policies."""
     K = policies[0].speculation_length
@@ -222,7 +174,7 @@ def _speculative_speculative(
     lookups, hits = np.zeros((2, *shape, 2))
 
     def fallback_s(emitted: int) -> FloatArray:
-        num_drafted = min(policies[0].num_drafted_after_miss, max(0, replay.cap - emitted - 1))
+        num_drafted = replay.room_for(policies[0].num_drafted_after_miss, emitted)
         return system.host_s[HostTerm.MISS] + _draft_s(system, num_drafted, replay.context(emitted))
 
     if replay.longest > 1:
@@ -232,7 +184,7 @@ def _speculative_speculative(
         at = replay.context(i) - lowest
         for side, source in enumerate(SOURCES):
             here = mass[source][:, :, i]
-            num_drafted = min(policies[0].num_drafted(source), replay.cap - i - 1)
+            num_drafted = replay.room_for(policies[0].num_drafted(source), i)
             if i + 1 == replay.cap:  # the round surely ends the sequence: nothing is built beside it
                 times = [round_times(num_drafted, 0)] * len(policies)
             else:

@@ -12,6 +12,7 @@ from sim.errors import BadInput
 from sim.metrics import (
     Estimate,
     hit_rate,
+    hit_rate_by_source,
     mean_acceptance_length,
     ratio_of_rates,
     ratio_of_totals,
@@ -19,11 +20,12 @@ from sim.metrics import (
 )
 from sim.policy import Policy
 from sim.recursion import Expectation, expectations
+from sim.streams import replication_seeds
 from sim.system import System
 from sim.trace import Trace
 from sim.workload import Workload
 
-ENGINES = ("exact", "des")
+ENGINES = ("exact", "vectorized", "des")
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ def simulate(policy: Policy, workload: Workload, system: System, seed: int = 0) 
 def predict(
     policy: Policy, workload: Workload, system: System, *, engine: str = "exact", seed: int = 0, replications: int = 8
 ) -> Prediction:
-    """Figures of one policy: `exact` by recursion, `des` by `replications` SimPy runs over all prompts."""
+    """Figures of one policy: `exact` by recursion; the others by `replications` runs over all prompts, `vectorized` in
+    NumPy, `des` in SimPy."""
+    if engine not in ENGINES:
+        raise BadInput("engine", f"must be one of {', '.join(ENGINES)}", engine)
     if engine == "exact":
         return predict_all([policy], workload, system)[0]
-    if engine != "des":
-        raise BadInput("engine", f"must be one of {', '.join(ENGINES)}", engine)
-    from sim.metrics import hit_rate_by_source
+    seeds = replication_seeds(seed, replications)
+    if engine == "vectorized":
+        from sim import vectorized
+
+        return _from_expectation(policy, vectorized.replicate(policy, workload, system, seeds), engine)
     from sim.timeline import replicate
 
-    traces = replicate(policy, workload, system, _seeds(seed, replications))
+    traces = replicate(policy, workload, system, seeds)
     return Prediction(
         policy,
         engine,
@@ -85,7 +92,7 @@ def predict(
 def predict_all(policies: Sequence[Policy], workload: Workload, system: System) -> list[Prediction]:
     """Exact predictions of many policies at once."""
     return [
-        _from_expectation(policy, expectation)
+        _from_expectation(policy, expectation, "exact")
         for policy, expectation in zip(policies, expectations(policies, workload, system), strict=True)
     ]
 
@@ -123,7 +130,7 @@ def cross_check(
     from sim.timeline import replicate
 
     exact = predict(policy, workload, system).tokens_per_s.value
-    traces = replicate(policy, workload, system, _seeds(seed, replications))
+    traces = replicate(policy, workload, system, replication_seeds(seed, replications))
     seconds = np.array([sum(s.decode_s for s in trace.sequences) for trace in traces])
     tokens = sum(s.num_decoded for s in traces[0].sequences)
     mean_s = seconds.mean()
@@ -131,15 +138,11 @@ def cross_check(
     return CrossCheck(policy, exact, float(tokens / mean_s), float(error))
 
 
-def _seeds(seed: int, replications: int) -> list[int]:
-    return [int(word) for word in np.random.SeedSequence(seed).generate_state(replications)]
-
-
-def _from_expectation(policy: Policy, e: Expectation) -> Prediction:
+def _from_expectation(policy: Policy, e: Expectation, engine: str) -> Prediction:
     rate = ratio_of_totals(e.num_tokens, e.seconds) or Estimate(0.0, 0.0, 0.0, len(e.num_tokens))
     return Prediction(
         policy=policy,
-        engine="exact",
+        engine=engine,
         tokens_per_s=rate,
         mean_acceptance_length=ratio_of_totals(e.num_tokens, e.num_rounds),
         hit_rate=ratio_of_totals(e.num_hits.sum(0), e.num_lookups.sum(0)),

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from sim.agreement import AgreementRecord
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
+from sim.replay import check_workload
+from sim.streams import Streams
 from sim.system import HostTerm, System
 from sim.trace import Lane, Operation, Round, Sequence, Source, Span, Trace
 from sim.workload import Workload
@@ -37,12 +39,12 @@ class _Verified:
 class _Outcomes:
     """Outcomes of one seed: a pair of uniforms per (prompt, position) decides acceptance and hits."""
 
-    def __init__(self, record: AgreementRecord, cap: int, seed: np.random.SeedSequence) -> None:
+    def __init__(self, record: AgreementRecord, cap: int, stream: np.random.Generator) -> None:
         self.record = record
         self.lengths = np.minimum(record.lengths, cap)
         self.first_row = np.concatenate([[0], np.cumsum(record.lengths)[:-1]])
         self.acceptance = record.acceptance
-        self.uniforms = np.random.default_rng(seed).random((2, len(record.token)))
+        self.uniforms = stream.random((2, len(record.token)))
         self._hit_tables: dict[tuple[bool, int], NDArray[np.float64]] = {}
 
     def verify(self, prompt: int, emitted: int, num_drafted: int, fan_out: tuple[int, ...]) -> _Verified:
@@ -70,10 +72,11 @@ class Timeline:
     """One policy over the prompts of the system's agreement record, one sequence after another."""
 
     def __init__(self, policy: Policy, workload: Workload, system: System, seed: int) -> None:
-        outcomes, target, draft = np.random.SeedSequence(seed).spawn(3)
+        check_workload(system.agreement, workload)
+        streams = Streams.of(seed)
         self.policy, self.workload, self.system = policy, workload, system
-        self.outcomes = _Outcomes(system.agreement, workload.max_new_tokens, outcomes)
-        self.noise = {Lane.TARGET: np.random.default_rng(target), Lane.DRAFT: np.random.default_rng(draft)}
+        self.outcomes = _Outcomes(system.agreement, workload.max_new_tokens, streams.outcomes)
+        self.noise = streams.noise
         self.env = simpy.Environment()
         self.trace = Trace(policy=policy.to_dict(), workload=workload.identity())
 

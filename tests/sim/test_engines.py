@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim import vectorized
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.recursion import expectations
@@ -18,7 +19,7 @@ from sim.theory import expected_tokens_per_round, sd_speedup, ssd_speedup
 from sim.trace import Lane, Operation, Source
 from tests.sim.toy import markov, record_of, scripted_record, system_of, workload_of
 
-ENGINES = ["exact", "des"]
+ENGINES = ["exact", "vectorized", "des"]
 
 
 def ssd(K: int, F: int, fallback: Fallback = Fallback.DRAFT) -> SpeculativeSpeculative:
@@ -191,6 +192,34 @@ def test_exact_and_des_agree(policy, system):
     """60 comparisons of a t statistic with 15 degrees of freedom at 6.5: a false alarm has p < 1e-3 over all."""
     check = cross_check(policy, workload_of(system.agreement), system, seed=1, replications=16)
     assert abs(check.z) < 6.5 or abs(check.relative_difference) < 1e-9
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(policy=policies(), system=systems(), seed=st.integers(0, 1000))
+def test_vectorized_and_des_decode_the_same_rounds(policy, system, seed):
+    """Acceptance and hits are decided by the same numbers: rounds, look-ups and hits are equal, not just close."""
+    workload = workload_of(system.agreement)
+    trace = simulate(policy, workload, system, seed)
+    totals = vectorized.replicate(policy, workload, system, [seed])
+    rounds = [sum(r.sequence == s.index for r in trace.rounds) for s in trace.sequences]
+    assert totals.num_rounds == pytest.approx(rounds)
+    hits = sum(r.source is Source.HIT for r in trace.rounds)
+    assert totals.num_hits.sum() == hits
+    assert totals.num_lookups.sum() == hits + sum(r.source is Source.MISS for r in trace.rounds)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(policy=policies(), system=systems())
+def test_exact_and_vectorized_agree(policy, system):
+    """Ten batches of 30 replications; 40 comparisons of a t statistic (9 degrees of freedom) at 8: p < 1e-3 in all."""
+    workload = workload_of(system.agreement)
+    exact = expectations([policy], workload, system)[0].seconds.sum()
+    batches = [
+        vectorized.replicate(policy, workload, system, range(30 * batch, 30 * batch + 30)).seconds.sum()
+        for batch in range(10)
+    ]
+    error = np.std(batches, ddof=1) / np.sqrt(10)
+    assert abs(np.mean(batches) - exact) < max(8 * error, 1e-9 * exact)
 
 
 def test_a_different_fan_out_is_told_apart():

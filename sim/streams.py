@@ -1,0 +1,27 @@
+"""One seeded random stream per component, so that policies under one seed meet the same text and the same luck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.trace import Lane
+
+
+@dataclass(frozen=True)
+class Streams:
+    """`outcomes` decides acceptance and hits by (prompt, position); `noise` the durations of a lane's operations."""
+
+    outcomes: np.random.Generator
+    noise: dict[Lane, np.random.Generator]
+
+    @classmethod
+    def of(cls, seed: int) -> Streams:
+        outcomes, target, draft = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
+        return cls(outcomes, {Lane.TARGET: target, Lane.DRAFT: draft})
+
+
+def replication_seeds(seed: int, num: int) -> list[int]:
+    """Distinct seeds of `num` replications, the same for the same `seed`."""
+    return [int(word) for word in np.random.SeedSequence(seed).generate_state(num, dtype=np.uint64)]

@@ -1,0 +1,230 @@
+"""Replications in NumPy: every (replication, prompt) is one entry of a vector, all advance round by round together.
+
+Acceptance and hits are decided by the same random numbers as in `sim.timeline`, so that a seed gives the same rounds in
+both engines. Durations are drawn from the same distributions; a build's and a fallback's are the distributions of their
+sums, evaluated at `NUM_CONTEXT_KNOTS` contexts and interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.latency import sum_of_independent
+from sim.policy import Autoregressive, Policy, SpeculativeSpeculative
+from sim.recursion import NUM_CONTEXT_KNOTS, SOURCES, Expectation
+from sim.replay import Replay
+from sim.streams import Streams
+from sim.system import HostTerm, System
+from sim.trace import Lane, Operation
+from sim.workload import Workload
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+NUM_QUANTILES = 200
+CHUNK = 128  # replications that advance together; bounds memory
+
+
+def replicate(policy: Policy, workload: Workload, system: System, seeds: Sequence[int]) -> Expectation:
+    """Totals of every prompt, averaged over one replication per seed."""
+    replay = Replay(system.agreement, workload)
+    runs = [
+        _Run(policy, replay, system, seeds[start : start + CHUNK]).totals() for start in range(0, len(seeds), CHUNK)
+    ]
+    rounds, seconds, lookups, hits = (np.sum([run[field] for run in runs], axis=0) / len(seeds) for field in range(4))
+    return Expectation(replay.num_tokens(), rounds, seconds, lookups, hits)
+
+
+class _Run:
+    """A chunk of replications of one policy; vectors hold one entry per (replication, prompt) still decoding."""
+
+    def __init__(self, policy: Policy, replay: Replay, system: System, seeds: Sequence[int]) -> None:
+        self.policy, self.replay, self.system = policy, replay, system
+        self.num_seeds = len(seeds)
+        record = replay.record
+        self.num_rows = len(record.token)
+        self.first_row = np.concatenate([[0], np.cumsum(record.lengths)[:-1]]).astype(np.int64)
+        uniforms = [Streams.of(seed).outcomes.random((2, self.num_rows)) for seed in seeds]
+        self.next_rejection = _next_true(np.stack([u[0] for u in uniforms]) >= record.acceptance)
+        self.hit_uniform = np.stack([u[1] for u in uniforms]).ravel()
+        self.noise = np.random.default_rng(list(seeds))
+        self.times = _Times(policy, replay, system)
+
+    def totals(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Sums over the replications, each (num_prompts,) or (2, num_prompts): rounds, seconds, look-ups, hits."""
+        num_prompts, policy = self.replay.num_prompts, self.policy
+        prompt = np.tile(np.flatnonzero(self.replay.lengths > 1), self.num_seeds)
+        offset = np.repeat(np.arange(self.num_seeds), len(prompt) // self.num_seeds) * self.num_rows
+        emitted = np.ones(len(prompt), dtype=np.int64)
+        side = np.ones(len(prompt), dtype=np.int64)  # index into SOURCES: a first round behaves as after a miss
+        is_ssd = isinstance(policy, SpeculativeSpeculative)
+        drafts = np.array([policy.num_drafted(source) for source in SOURCES])
+        hit_laws = self._hit_laws()
+        rounds, seconds = np.zeros((2, num_prompts))
+        lookups, hits = np.zeros((2, 2, num_prompts))
+        np.add.at(seconds, prompt, self.times.before_verification(self.noise, side, prompt, emitted))
+        while len(prompt):
+            num_drafted = np.minimum(drafts[side], np.maximum(0, self.replay.cap - emitted - 1))
+            left = self.replay.lengths[prompt] - emitted
+            row = self.first_row[prompt] + emitted
+            k = np.minimum(self.next_rejection[offset + row] - row, np.minimum(num_drafted, left))
+            goes_on = k + 1 < left
+            verify_s, build_s = self.times.round(self.noise, side, num_drafted, prompt, emitted)
+            rounds += np.bincount(prompt, minlength=num_prompts)
+            took = np.where(goes_on, np.maximum(verify_s, build_s), verify_s)
+            if is_ssd:
+                ending = np.minimum(row + k, self.num_rows - 1)
+                law = hit_laws[side, k, (k == num_drafted).astype(int), ending]
+                hit = goes_on & (self.hit_uniform[offset + ending] < law)
+                for index in range(2):
+                    lookups[index] += np.bincount(prompt[goes_on & (side == index)], minlength=num_prompts)
+                    hits[index] += np.bincount(prompt[hit & (side == index)], minlength=num_prompts)
+            else:
+                hit = np.zeros(len(prompt), dtype=bool)
+            seconds += np.bincount(prompt, weights=took, minlength=num_prompts)
+            two_unfed = (k == num_drafted)[goes_on] & (not is_ssd)
+            offset, prompt = offset[goes_on], prompt[goes_on]
+            emitted, side = (emitted + k + 1)[goes_on], np.where(hit, 0, 1)[goes_on]
+            waiting = self.times.before_verification(self.noise, side, prompt, emitted, two_unfed)
+            seconds += np.bincount(prompt, weights=waiting, minlength=num_prompts)
+        return rounds, seconds, lookups, hits
+
+    def _hit_laws(self) -> FloatArray:
+        """(source, accept count, rejected / all accepted, record row) hit probability."""
+        policy, record = self.policy, self.replay.record
+        if not isinstance(policy, SpeculativeSpeculative):
+            return np.zeros((2, 1, 2, 0))
+        laws = np.zeros((2, policy.speculation_length + 1, 2, self.num_rows))
+        for index, source in enumerate(SOURCES):
+            for k, fan_out in enumerate(policy.fan_out(source)):
+                laws[index, k] = record.hit_after_rejection(fan_out), record.hit_after_acceptance(fan_out)
+        return laws
+
+
+def _next_true(flags: NDArray[np.bool_]) -> IntArray:
+    """Flat over (replications, rows): index of the first true flag at or after each row, else the number of rows."""
+    num_rows = flags.shape[1]
+    index = np.where(flags, np.arange(num_rows), num_rows)
+    return np.minimum.accumulate(index[:, ::-1], axis=1)[:, ::-1].ravel()
+
+
+class _Times:
+    """Durations by gathers: one table row per (source, number of draft tokens, context) that can occur."""
+
+    def __init__(self, policy: Policy, replay: Replay, system: System) -> None:
+        self.policy, self.replay, self.system = policy, replay, system
+        self.is_ssd = isinstance(policy, SpeculativeSpeculative)
+        self.lowest = int(replay.prompt_length.min())
+        self.contexts = np.arange(self.lowest, int(replay.prompt_length.max()) + max(1, replay.longest - 1))
+        K = policy.speculation_length
+        full = [policy.num_drafted(source) for source in SOURCES]
+        branches = [sum(policy.fan_out(source)) for source in SOURCES]
+        self.builds = np.array(branches) > 0
+        self.residuals = np.array(system.latency[Lane.TARGET, Operation.VERIFY].residuals)
+        shape = (2, K + 1, len(self.contexts))
+        self.verify_s = np.full(shape, np.nan)
+        self.build_s = np.zeros((*shape, NUM_QUANTILES if max(branches) else 1))
+        self.draft_s = np.zeros((*shape, NUM_QUANTILES if K else 1))
+        for index, most in enumerate(full):
+            for num_drafted in range(most + 1):
+                at = self._contexts_of(num_drafted, most)
+                place = (index, num_drafted, at - self.lowest)
+                table = system.latency[Lane.TARGET, Operation.VERIFY]
+                self.verify_s[place] = table.location_s(num_drafted + 1, at)
+                if branches[index]:
+                    self.build_s[place] = self._over(
+                        at, lambda c, n=num_drafted, b=branches[index]: self._build(n, b, c)
+                    )
+                if num_drafted and (index == 1 or not self.is_ssd):
+                    self.draft_s[place] = self._over(at, lambda c, n=num_drafted: self._draft(n, c))
+        if isinstance(policy, Autoregressive) or K == 0:
+            host_s = [system.host_s[HostTerm.AUTOREGRESSIVE]] * 2
+        elif self.is_ssd:
+            host_s = [system.host_s[HostTerm.HIT], system.host_s[HostTerm.MISS]]
+        else:
+            host_s = [system.host_s[HostTerm.SPECULATIVE]] * 2
+        self.host_s = np.array(host_s)
+        self.drafts_after = np.array([0 if self.is_ssd else K, full[1]])
+
+    def _contexts_of(self, num_drafted: int, most: int) -> IntArray:
+        """Contexts of the rounds with that many draft tokens; fewer than `most` occur at one distance from the cap."""
+        if num_drafted == most:
+            return self.contexts
+        at = np.unique(self.replay.prompt_length + self.replay.cap - num_drafted - 2)
+        return at[(at >= self.contexts[0]) & (at <= self.contexts[-1])]
+
+    def _over(self, contexts: IntArray, quantiles) -> FloatArray:
+        """(contexts, NUM_QUANTILES) from the quantiles at a few of them."""
+        if not len(contexts):
+            return np.zeros((0, NUM_QUANTILES))
+        knots = np.unique(np.linspace(contexts[0], contexts[-1], NUM_CONTEXT_KNOTS).astype(int))
+        values = np.stack([quantiles(int(context)) for context in knots])
+        if len(knots) == 1:
+            return np.repeat(values, len(contexts), axis=0)
+        right = np.clip(np.searchsorted(knots, contexts), 1, len(knots) - 1)
+        share = ((contexts - knots[right - 1]) / (knots[right] - knots[right - 1]))[:, None]
+        return (1 - share) * values[right - 1] + share * values[right]
+
+    def _build(self, num_drafted: int, num_branches: int, context: int) -> FloatArray:
+        slots = context + num_drafted + 1
+        parts = [self.system.samples_s(Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, beside=True)]
+        parts += [
+            self.system.samples_s(
+                Lane.DRAFT, Operation.TREE_STEP, num_branches, slots + step * num_branches, beside=True
+            )
+            for step in range(self.policy.speculation_length)
+        ]
+        return _quantiles(parts)
+
+    def _draft(self, num_drafted: int, context: int) -> FloatArray:
+        return _quantiles(
+            self.system.samples_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, context + step, beside=False)
+            for step in range(num_drafted)
+        )
+
+    def round(
+        self, noise: np.random.Generator, side: IntArray, num_drafted: IntArray, prompt: IntArray, emitted: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Durations of the verification and of the build beside it (0 without one, as in a round that must end)."""
+        beside = self.builds[side] & (emitted + 1 < self.replay.cap)
+        place = (side, num_drafted, self.replay.prompt_length[prompt] + emitted - 1 - self.lowest)
+        verify_s = self.verify_s[place] * self.residuals[noise.integers(len(self.residuals), size=len(prompt))]
+        if self.build_s.shape[-1] == 1:
+            return verify_s, np.zeros(len(prompt))
+        verify_s[beside] *= self.system.contention[Lane.TARGET]
+        return verify_s, beside * self.build_s[(*place, noise.integers(NUM_QUANTILES, size=len(prompt)))]
+
+    def before_verification(
+        self,
+        noise: np.random.Generator,
+        side: IntArray,
+        prompt: IntArray,
+        emitted: IntArray,
+        two_unfed: NDArray[np.bool_] | None = None,
+    ) -> FloatArray:
+        """Host time and the draft steps that the target waits for."""
+        seconds = self.host_s[side]
+        if self.draft_s.shape[-1] == 1:
+            return seconds
+        num_drafted = np.minimum(self.drafts_after[side], np.maximum(0, self.replay.cap - emitted - 1))
+        at = self.replay.prompt_length[prompt] + emitted - 1
+        drawn = noise.integers(NUM_QUANTILES, size=len(prompt))
+        seconds = seconds + self.draft_s[side, num_drafted, at - self.lowest, drawn]
+        if two_unfed is not None and two_unfed.any():
+            extra = two_unfed & (num_drafted > 0)
+            steps = [
+                self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, width, at[extra] - 1, beside=False)
+                for width in (2, 1)
+            ]
+            seconds[extra] += steps[0] - steps[1]
+        return seconds
+
+
+def _quantiles(parts) -> FloatArray:
+    """(NUM_QUANTILES,) equally likely values of a sum of independent parts."""
+    values = sum_of_independent(parts, NUM_QUANTILES)
+    return (
+        np.quantile(values, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES) if len(values) < NUM_QUANTILES else values
+    )
