@@ -14,10 +14,12 @@ from sim.errors import BadInput
 from sim.trace import Lane, Operation
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 # Residuals are stored as this many equally likely ratios, the mid-quantiles of the samples. The outermost lie 1.25 %
 # from either end, so that a lone outlier among a hundred samples does not move them.
 NUM_RESIDUALS = 40
+NUM_OF_SUM = 160  # equally likely values that stand for the distribution of a sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,22 @@ class OperationLatency:
         """(num_residuals,) equally likely durations."""
         return self.location_s(num_tokens, context) * np.asarray(self.residuals)
 
+    def sum_samples_s(self, num_tokens: int, contexts: IntArray) -> FloatArray:
+        """(<= NUM_OF_SUM,) equally likely durations of one operation at each of the contexts, one after another.
+
+        Their residuals are summed with equal weights: the contexts lie close together, and so do the locations.
+        """
+        residuals = self._sums_of_residuals.get(len(contexts))
+        if residuals is None:
+            residuals = sum_of_independent([np.asarray(self.residuals)] * len(contexts))
+            self._sums_of_residuals[len(contexts)] = residuals
+        return float(self.location_s(num_tokens, contexts).mean()) * residuals
+
+    @cached_property
+    def _sums_of_residuals(self) -> dict[int, FloatArray]:
+        """By number of operations."""
+        return {}
+
 
 @dataclass(frozen=True)
 class LatencyModel:
@@ -132,21 +150,23 @@ class LatencyModel:
         return cls(operations)
 
 
-def equally_likely(values: Iterable[float], num: int) -> FloatArray:
-    """(num,) equally likely values with the mean of the sorted `values`, each the mean of an equal share of them."""
-    ordered = np.sort(np.fromiter(values, dtype=float))
+def equally_likely(values: ArrayLike, num: int) -> FloatArray:
+    """(<= num,) equally likely values: the sorted `values` in equal shares, each replaced by its mean."""
+    ordered = np.sort(np.asarray(values, dtype=float), axis=None)
     if ordered.size <= num:
         return ordered
+    if ordered.size % num == 0:
+        return ordered.reshape(num, -1).mean(1)
     cumulative = np.concatenate([[0.0], np.cumsum(ordered)])
     edges = np.linspace(0, ordered.size, num + 1)
     return np.diff(np.interp(edges, np.arange(ordered.size + 1), cumulative)) * num / ordered.size
 
 
-def sum_of_independent(parts: Iterable[FloatArray], num: int = 200) -> FloatArray:
-    """(<= num,) equally likely values of the sum of independent parts, each given by its equally likely values."""
+def sum_of_independent(parts: Iterable[FloatArray]) -> FloatArray:
+    """(<= NUM_OF_SUM,) equally likely values of the sum of independent parts, each given by equally likely values."""
     total = np.zeros(1)
     for part in parts:
-        total = equally_likely(np.add.outer(total, part).ravel(), num)
+        total = equally_likely(np.add.outer(total, part), NUM_OF_SUM)
     return total
 
 

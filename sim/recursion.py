@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.agreement import AgreementRecord
-from sim.latency import mean_of_maximum, sum_of_independent
+from sim.latency import mean_of_maximum
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
 from sim.replay import Replay
-from sim.system import HostTerm, System
+from sim.system import HostTerm, System, host_term
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
 
@@ -25,7 +24,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 SOURCES = (Source.HIT, Source.MISS)  # a first round behaves as after a miss
-CHUNK = 64  # policies carried together; bounds memory
+CHUNK = 256  # policies carried together; bounds memory
 NUM_CONTEXT_KNOTS = 5  # contexts at which E[max(verify, build)] is evaluated; it is nearly linear between them
 
 
@@ -107,7 +106,7 @@ def _draft_s(system: System, num_drafted: int, contexts: IntArray) -> FloatArray
 def _synchronous(policy: Autoregressive | Speculative, replay: Replay, system: System) -> Expectation:
     """AR and SD: every round drafts, then verifies."""
     K = policy.speculation_length
-    host_s = system.host_s[HostTerm.SPECULATIVE if K else HostTerm.AUTOREGRESSIVE]
+    host_s = system.host_s[host_term(policy, Source.SYNCHRONOUS)]
     mass = np.zeros((replay.num_prompts, replay.longest + K + 2))
     mass[replay.lengths > 1, 1:2] = 1.0
     rounds, seconds = np.zeros((2, replay.num_prompts))
@@ -129,26 +128,59 @@ def _synchronous(policy: Autoregressive | Speculative, replay: Replay, system: S
     return Expectation(replay.num_tokens(), rounds, seconds, nothing, nothing)
 
 
-def _mean_round_s(
-    system: System, num_drafted: int, num_branches: int, num_steps: int, lowest: int, highest: int
-) -> tuple[FloatArray, FloatArray]:
-    """At contexts lowest..highest: mean of verify, and E[max(verify, build)]; without branches there is no build."""
-    contexts = np.arange(lowest, highest + 1)
+def _mean_lateness_s(
+    system: System, num_drafted: int, num_branches: int, num_steps: int, contexts: IntArray
+) -> FloatArray:
+    """At each context: E[max(verify, build)] - E[verify], by which a build delays the answer; 0 without branches."""
     if num_branches == 0:
-        alone = _verify_s(system, num_drafted, contexts, beside=False)
-        return alone, alone
-    knots = np.unique(np.linspace(lowest, highest, NUM_CONTEXT_KNOTS).astype(int))
-    maxima = []
+        return np.zeros(len(contexts))
+    knots = np.unique(np.linspace(contexts.min(), contexts.max(), NUM_CONTEXT_KNOTS).astype(int))
+    lateness = []
     for context in knots:
         verify = system.samples_s(Lane.TARGET, Operation.VERIFY, num_drafted + 1, context, beside=True)
-        glue = system.samples_s(Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, beside=True)
-        slots = context + num_drafted + 1
-        steps = [
-            system.samples_s(Lane.DRAFT, Operation.TREE_STEP, num_branches, slots + j * num_branches, beside=True)
-            for j in range(num_steps)
-        ]
-        maxima.append(mean_of_maximum(verify, sum_of_independent([glue, *steps])))
-    return _verify_s(system, num_drafted, contexts, beside=True), np.interp(contexts, knots, maxima)
+        build = system.build_samples_s(num_drafted, num_branches, num_steps, context)
+        lateness.append(mean_of_maximum(verify, build) - verify.mean())
+    return np.interp(contexts, knots, lateness)
+
+
+class _SideTables:
+    """What a group of policies needs in rounds of one source: arrays are (policies, num_prompts) at a position."""
+
+    def __init__(self, policies: list[SpeculativeSpeculative], source: Source, replay: Replay, system: System) -> None:
+        self.replay, self.system = replay, system
+        self.num_steps = policies[0].speculation_length
+        self.num_drafted = policies[0].num_drafted(source)
+        self.fan_out = np.array([policy.fan_out(source) for policy in policies])
+        self.budgets, self.budget_of = np.unique(self.fan_out.sum(1), return_inverse=True)
+        fan_outs = range(int(self.fan_out.max()) + 1)
+        self.after_rejection = np.stack([replay.hit_after_rejection(fan_out) for fan_out in fan_outs])
+        self.after_acceptance = np.stack([replay.hit_after_acceptance(fan_out) for fan_out in fan_outs])
+        self.first_context = int(replay.prompt_length.min())
+        last_context = int(replay.prompt_length.max()) + replay.longest
+        covered = np.arange(self.first_context, max(self.first_context, last_context - 2) + 1)
+        self.lateness_s = self._lateness(self.num_drafted, covered)
+
+    def _lateness(self, num_drafted: int, contexts: IntArray) -> FloatArray:
+        """(budgets, contexts)"""
+        rows = [_mean_lateness_s(self.system, num_drafted, int(b), self.num_steps, contexts) for b in self.budgets]
+        return np.stack(rows)
+
+    def times(self, emitted: int) -> tuple[FloatArray, FloatArray]:
+        """Mean verification and mean lateness of its build."""
+        num_drafted, contexts = self.replay.room_for(self.num_drafted, emitted), self.replay.context(emitted)
+        verify_s = np.stack([_verify_s(self.system, num_drafted, contexts, beside=beside) for beside in (False, True)])
+        if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
+            return verify_s[:1], np.zeros((1, len(contexts)))
+        if num_drafted == self.num_drafted:
+            lateness_s = self.lateness_s[:, contexts - self.first_context]
+        else:
+            lateness_s = self._lateness(num_drafted, contexts)
+        return verify_s[(self.budgets > 0).astype(int)][self.budget_of], lateness_s[self.budget_of]
+
+    def hit(self, k: int, num_drafted: int, position: int) -> FloatArray:
+        """Hit probability after k acceptances out of `num_drafted`."""
+        law = self.after_rejection if k < num_drafted else self.after_acceptance
+        return law[self.fan_out[:, k], :, position]
 
 
 def _speculative_speculative(
@@ -157,54 +189,32 @@ def _speculative_speculative(
     """SSD policies of equal K and fallback; arrays carry a leading axis over policies."""
     K = policies[0].speculation_length
     shape = (len(policies), replay.num_prompts)
-    branches = {s: [sum(policy.fan_out(s)) for policy in policies] for s in SOURCES}
-    lowest, highest = int(replay.prompt_length.min()), int(replay.prompt_length.max()) + max(0, replay.longest - 2)
-    round_times = cache(lambda num_drafted, num: _mean_round_s(system, num_drafted, num, K, lowest, highest))
-
-    def hit_tables(source: Source, k: int, num_drafted: int) -> FloatArray:
-        """(policies, prompts, positions) hit probability after k acceptances out of `num_drafted`."""
-        law = replay.hit_after_rejection if k < num_drafted else replay.hit_after_acceptance
-        return np.stack([law(policy.fan_out(source)[k]) for policy in policies])
-
-    tables = cache(hit_tables)
-    mass = {s: np.zeros((*shape, replay.longest + K + 2)) for s in SOURCES}
-    starts = (replay.lengths > 1).astype(float)
-    mass[Source.MISS][:, :, 1] = starts
+    tables = [_SideTables(policies, source, replay, system) for source in SOURCES]
+    hit_side, miss_side = range(2)
+    mass = np.zeros((2, replay.longest + K + 2, *shape))
+    mass[miss_side, 1] = replay.lengths > 1
     rounds, seconds = np.zeros((2, *shape))
-    lookups, hits = np.zeros((2, *shape, 2))
-
-    def fallback_s(emitted: int) -> FloatArray:
-        num_drafted = replay.room_for(policies[0].num_drafted_after_miss, emitted)
-        return system.host_s[HostTerm.MISS] + _draft_s(system, num_drafted, replay.context(emitted))
-
-    if replay.longest > 1:
-        seconds += starts * fallback_s(1)
-    after_miss_s = {i: fallback_s(i) for i in range(1, replay.longest)}
+    lookups, hits = np.zeros((2, 2, *shape))
     for i in range(1, replay.longest):
-        at = replay.context(i) - lowest
-        for side, source in enumerate(SOURCES):
-            here = mass[source][:, :, i]
-            num_drafted = replay.room_for(policies[0].num_drafted(source), i)
-            if i + 1 == replay.cap:  # the round surely ends the sequence: nothing is built beside it
-                times = [round_times(num_drafted, 0)] * len(policies)
-            else:
-                times = [round_times(num_drafted, num) for num in branches[source]]
-            verify_s = np.stack([verify[at] for verify, _ in times])
-            round_s = np.stack([longer[at] for _, longer in times])
+        drafted_after_miss = replay.room_for(policies[0].num_drafted_after_miss, i)
+        fallback_s = _draft_s(system, drafted_after_miss, replay.context(i))
+        before_s = (np.full(shape[1], system.host_s[HostTerm.HIT]), system.host_s[HostTerm.MISS] + fallback_s)
+        for side in (hit_side, miss_side):
+            here = mass[side, i]
+            num_drafted = replay.room_for(tables[side].num_drafted, i)
+            verify_s, lateness_s = tables[side].times(i)
+            goes_on = np.zeros(shape)
+            for k, (probability, continues) in enumerate(replay.accept_counts(i, num_drafted)):
+                weight = probability * continues
+                if weight.any():
+                    flow = here * weight
+                    hit = flow * tables[side].hit(k, num_drafted, i + k)
+                    mass[hit_side, i + k + 1] += hit
+                    mass[miss_side, i + k + 1] += flow - hit
+                    goes_on += flow
+                    hits[side] += hit
             rounds += here
-            seconds += here * verify_s
-            for k, (probability, goes_on) in enumerate(replay.accept_counts(i, num_drafted)):
-                weight = probability * goes_on
-                if not weight.any():
-                    continue
-                flow = here * weight
-                hit = flow * tables(source, k, num_drafted)[:, :, i + k]
-                miss = flow - hit
-                mass[Source.HIT][:, :, i + k + 1] += hit
-                mass[Source.MISS][:, :, i + k + 1] += miss
-                seconds += flow * (round_s - verify_s) + hit * system.host_s[HostTerm.HIT]
-                seconds += miss * after_miss_s[i + k + 1]
-                lookups[:, :, side] += flow
-                hits[:, :, side] += hit
+            lookups[side] += goes_on
+            seconds += here * (before_s[side] + verify_s) + goes_on * lateness_s
     num_tokens = replay.num_tokens()
-    return [Expectation(num_tokens, rounds[j], seconds[j], lookups[j].T, hits[j].T) for j in range(len(policies))]
+    return [Expectation(num_tokens, rounds[j], seconds[j], lookups[:, j], hits[:, j]) for j in range(len(policies))]

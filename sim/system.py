@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
-from sim.latency import LatencyModel
-from sim.trace import Lane, Operation
+from sim.latency import LatencyModel, sum_of_independent
+from sim.policy import Policy, SpeculativeSpeculative
+from sim.trace import Lane, Operation, Source
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
@@ -29,6 +30,13 @@ class HostTerm(StrEnum):
     SPECULATIVE = "sd"
     HIT = "hit"  # SSD: from the later of outcome and build to the start of the verification of a prepared speculation
     MISS = "miss"  # SSD: the same after a miss, the fallback's draft steps left out; also before the first round
+
+
+def host_term(policy: Policy, source: Source) -> HostTerm:
+    """The host time of a round whose speculation came from `source`."""
+    if isinstance(policy, SpeculativeSpeculative):
+        return HostTerm.HIT if source is Source.HIT else HostTerm.MISS
+    return HostTerm.SPECULATIVE if policy.speculation_length else HostTerm.AUTOREGRESSIVE
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,18 @@ class System:
         """(num_residuals,) equally likely durations."""
         slowdown = self.contention[lane] if beside else 1.0
         return self.latency[lane, operation].samples_s(num_tokens, context) * slowdown
+
+    def draft_samples_s(self, num_drafted: int, context: int) -> FloatArray:
+        """Equally likely durations of `num_drafted` >= 1 draft steps one after another, the target idle."""
+        table = self.latency[Lane.DRAFT, Operation.DRAFT_STEP]
+        return table.sum_samples_s(1, context + np.arange(num_drafted))
+
+    def build_samples_s(self, num_drafted: int, num_branches: int, num_steps: int, context: int) -> FloatArray:
+        """Equally likely durations of a build beside the verification of `num_drafted` draft tokens."""
+        glue = self.samples_s(Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, beside=True)
+        slots = context + num_drafted + 1 + num_branches * np.arange(num_steps)
+        steps = self.latency[Lane.DRAFT, Operation.TREE_STEP].sum_samples_s(num_branches, slots)
+        return sum_of_independent([steps * self.contention[Lane.DRAFT], glue])
 
     def write(self, path: Path) -> None:
         """Write `path` (JSON) and, beside it, `<stem>.agreement.parquet`, tied to it by a hash."""

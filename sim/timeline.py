@@ -19,7 +19,7 @@ from sim.agreement import AgreementRecord
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.replay import check_workload
 from sim.streams import Streams
-from sim.system import HostTerm, System
+from sim.system import System, host_term
 from sim.trace import Lane, Operation, Round, Sequence, Source, Span, Trace
 from sim.workload import Workload
 
@@ -93,7 +93,7 @@ class Timeline:
     def _synchronous(self, prompt: int) -> Process:
         """AR and SD: draft, verify, repeat."""
         K = self.policy.speculation_length
-        host_s = self.system.host_s[HostTerm.SPECULATIVE if K else HostTerm.AUTOREGRESSIVE]
+        host_s = self._host_s(Source.SYNCHRONOUS)
         sequence = _Decoding(self, prompt)
         all_accepted = False
         while sequence.goes_on:
@@ -131,7 +131,7 @@ class Timeline:
             num_drafted = sequence.room_for(policy.num_drafted(source))
             if source is not Source.HIT:
                 yield from self._draft(sequence, num_drafted)
-            yield self.env.timeout(self.system.host_s[HostTerm.HIT if source is Source.HIT else HostTerm.MISS])
+            yield self.env.timeout(self._host_s(source))
             num_branches = sum(policy.fan_out(source)) if sequence.remaining > 1 else 0
             context, index = sequence.context, sequence.num_rounds
             replies.put(num_drafted)
@@ -139,6 +139,9 @@ class Timeline:
                 yield from self._build(sequence, policy.speculation_length, num_drafted, num_branches, context, index)
 
     # ------------------------------------------------------------------------------------------------ operations
+
+    def _host_s(self, source: Source) -> float:
+        return self.system.host_s[host_term(self.policy, source)]
 
     def _verify(
         self, sequence: _Decoding, source: Source, num_drafted: int, fan_out: tuple[int, ...], *, beside: bool

@@ -7,23 +7,23 @@ sums, evaluated at `NUM_CONTEXT_KNOTS` contexts and interpolated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.latency import sum_of_independent
-from sim.policy import Autoregressive, Policy, SpeculativeSpeculative
+from sim.latency import NUM_OF_SUM
+from sim.policy import Policy, SpeculativeSpeculative
 from sim.recursion import NUM_CONTEXT_KNOTS, SOURCES, Expectation
 from sim.replay import Replay
 from sim.streams import Streams
-from sim.system import HostTerm, System
+from sim.system import System, host_term
 from sim.trace import Lane, Operation
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-NUM_QUANTILES = 200
 CHUNK = 128  # replications that advance together; bounds memory
 
 
@@ -125,8 +125,8 @@ class _Times:
         self.residuals = np.array(system.latency[Lane.TARGET, Operation.VERIFY].residuals)
         shape = (2, K + 1, len(self.contexts))
         self.verify_s = np.full(shape, np.nan)
-        self.build_s = np.zeros((*shape, NUM_QUANTILES if max(branches) else 1))
-        self.draft_s = np.zeros((*shape, NUM_QUANTILES if K else 1))
+        self.build_s = np.zeros((*shape, NUM_OF_SUM if max(branches) else 1))
+        self.draft_s = np.zeros((*shape, NUM_OF_SUM if K else 1))
         for index, most in enumerate(full):
             for num_drafted in range(most + 1):
                 at = self._contexts_of(num_drafted, most)
@@ -135,17 +135,11 @@ class _Times:
                 self.verify_s[place] = table.location_s(num_drafted + 1, at)
                 if branches[index]:
                     self.build_s[place] = self._over(
-                        at, lambda c, n=num_drafted, b=branches[index]: self._build(n, b, c)
+                        at, partial(system.build_samples_s, num_drafted, branches[index], K)
                     )
                 if num_drafted and (index == 1 or not self.is_ssd):
-                    self.draft_s[place] = self._over(at, lambda c, n=num_drafted: self._draft(n, c))
-        if isinstance(policy, Autoregressive) or K == 0:
-            host_s = [system.host_s[HostTerm.AUTOREGRESSIVE]] * 2
-        elif self.is_ssd:
-            host_s = [system.host_s[HostTerm.HIT], system.host_s[HostTerm.MISS]]
-        else:
-            host_s = [system.host_s[HostTerm.SPECULATIVE]] * 2
-        self.host_s = np.array(host_s)
+                    self.draft_s[place] = self._over(at, partial(system.draft_samples_s, num_drafted))
+        self.host_s = np.array([system.host_s[host_term(policy, source)] for source in SOURCES])
         self.drafts_after = np.array([0 if self.is_ssd else K, full[1]])
 
     def _contexts_of(self, num_drafted: int, most: int) -> IntArray:
@@ -155,34 +149,17 @@ class _Times:
         at = np.unique(self.replay.prompt_length + self.replay.cap - num_drafted - 2)
         return at[(at >= self.contexts[0]) & (at <= self.contexts[-1])]
 
-    def _over(self, contexts: IntArray, quantiles) -> FloatArray:
-        """(contexts, NUM_QUANTILES) from the quantiles at a few of them."""
+    def _over(self, contexts: IntArray, samples: Callable[[int], FloatArray]) -> FloatArray:
+        """(contexts, NUM_OF_SUM) equally likely durations, interpolated between those at a few of the contexts."""
         if not len(contexts):
-            return np.zeros((0, NUM_QUANTILES))
+            return np.zeros((0, NUM_OF_SUM))
         knots = np.unique(np.linspace(contexts[0], contexts[-1], NUM_CONTEXT_KNOTS).astype(int))
-        values = np.stack([quantiles(int(context)) for context in knots])
+        values = np.stack([_quantiles(samples(int(context))) for context in knots])
         if len(knots) == 1:
             return np.repeat(values, len(contexts), axis=0)
         right = np.clip(np.searchsorted(knots, contexts), 1, len(knots) - 1)
         share = ((contexts - knots[right - 1]) / (knots[right] - knots[right - 1]))[:, None]
         return (1 - share) * values[right - 1] + share * values[right]
-
-    def _build(self, num_drafted: int, num_branches: int, context: int) -> FloatArray:
-        slots = context + num_drafted + 1
-        parts = [self.system.samples_s(Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, beside=True)]
-        parts += [
-            self.system.samples_s(
-                Lane.DRAFT, Operation.TREE_STEP, num_branches, slots + step * num_branches, beside=True
-            )
-            for step in range(self.policy.speculation_length)
-        ]
-        return _quantiles(parts)
-
-    def _draft(self, num_drafted: int, context: int) -> FloatArray:
-        return _quantiles(
-            self.system.samples_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, context + step, beside=False)
-            for step in range(num_drafted)
-        )
 
     def round(
         self, noise: np.random.Generator, side: IntArray, num_drafted: IntArray, prompt: IntArray, emitted: IntArray
@@ -194,7 +171,7 @@ class _Times:
         if self.build_s.shape[-1] == 1:
             return verify_s, np.zeros(len(prompt))
         verify_s[beside] *= self.system.contention[Lane.TARGET]
-        return verify_s, beside * self.build_s[(*place, noise.integers(NUM_QUANTILES, size=len(prompt)))]
+        return verify_s, beside * self.build_s[(*place, noise.integers(NUM_OF_SUM, size=len(prompt)))]
 
     def before_verification(
         self,
@@ -210,7 +187,7 @@ class _Times:
             return seconds
         num_drafted = np.minimum(self.drafts_after[side], np.maximum(0, self.replay.cap - emitted - 1))
         at = self.replay.prompt_length[prompt] + emitted - 1
-        drawn = noise.integers(NUM_QUANTILES, size=len(prompt))
+        drawn = noise.integers(NUM_OF_SUM, size=len(prompt))
         seconds = seconds + self.draft_s[side, num_drafted, at - self.lowest, drawn]
         if two_unfed is not None and two_unfed.any():
             extra = two_unfed & (num_drafted > 0)
@@ -222,9 +199,7 @@ class _Times:
         return seconds
 
 
-def _quantiles(parts) -> FloatArray:
-    """(NUM_QUANTILES,) equally likely values of a sum of independent parts."""
-    values = sum_of_independent(parts, NUM_QUANTILES)
-    return (
-        np.quantile(values, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES) if len(values) < NUM_QUANTILES else values
-    )
+def _quantiles(values: FloatArray) -> FloatArray:
+    """(NUM_OF_SUM,) equally likely values in place of fewer."""
+    levels = (np.arange(NUM_OF_SUM) + 0.5) / NUM_OF_SUM
+    return values if len(values) == NUM_OF_SUM else np.quantile(values, levels, method="inverted_cdf")

@@ -1,0 +1,100 @@
+"""Fit a system to a profile: latency tables, contention and host times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibration.profile import Profile
+from sim.errors import BadInput
+from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency
+from sim.policy import policy_from_dict
+from sim.system import HostTerm, System, host_term
+from sim.trace import Lane, Operation, Span, Trace
+
+FloatArray = NDArray[np.float64]
+Key = tuple[Lane, Operation]
+
+
+def fit(profile: Profile) -> System:
+    """The system that the profile's samples, short runs and agreement record speak of."""
+    latency = LatencyModel(_tables(profile.latency))
+    contention = {lane: _slowdown(profile.latency, latency, lane) for lane in Lane}
+    return System(
+        latency=latency,
+        contention=contention,
+        host_s=_host_times(profile.traces),
+        agreement=profile.agreement,
+        identity=profile.manifest["identity"],
+    )
+
+
+def _tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
+    """Median of the idle samples of each cell; residuals are the pooled ratios of samples to their cell's median."""
+    cells: dict[Key, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for s in samples:
+        if not s.busy:
+            cells[s.lane, s.operation][s.num_tokens, s.context].append(s.duration_s)
+    return {key: _table(key[1], by_cell) for key, by_cell in cells.items()}
+
+
+def _table(operation: Operation, by_cell: dict[tuple[int, int], list[float]]) -> OperationLatency:
+    knots: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    ratios: list[float] = []
+    for (width, context), durations in sorted(by_cell.items()):
+        median = float(np.median(durations))
+        knots[width].append((context, median))
+        ratios.extend(np.array(durations) / median)
+    return OperationLatency(operation, {width: tuple(row) for width, row in knots.items()}, mid_quantiles(ratios))
+
+
+def mid_quantiles(values: Iterable[float]) -> tuple[float, ...]:
+    """`NUM_RESIDUALS` equally likely values: the quantiles in the middle of equal shares, which cuts both tails."""
+    levels = (np.arange(NUM_RESIDUALS) + 0.5) / NUM_RESIDUALS
+    return tuple(float(value) for value in np.quantile(np.fromiter(values, dtype=float), levels))
+
+
+def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lane) -> float:
+    """Median ratio of a lane's busy samples to its idle cells; at least 1, because company does not speed work up."""
+    ratios = [
+        s.duration_s / float(latency[lane, s.operation].location_s(s.num_tokens, s.context))
+        for s in samples
+        if s.lane is lane and s.busy
+    ]
+    return max(1.0, float(np.median(ratios))) if ratios else 1.0
+
+
+def _host_times(traces: Sequence[Trace]) -> dict[HostTerm, float]:
+    """Mean time of a round that no operation explains, by kind of round; the largest and smallest 5 % are left out."""
+    unexplained: dict[HostTerm, list[float]] = defaultdict(list)
+    for trace in traces:
+        for term, seconds in _unexplained(trace):
+            unexplained[term].append(seconds)
+    missing = [term.value for term in HostTerm if not unexplained[term]]
+    if missing:
+        raise BadInput("profile", f"its short runs must hold rounds of every kind; none of: {', '.join(missing)}")
+    return {term: max(0.0, _trimmed_mean(unexplained[term])) for term in HostTerm}
+
+
+def _trimmed_mean(values: Sequence[float]) -> float:
+    ordered = np.sort(np.asarray(values))
+    cut = int(0.05 * len(ordered))
+    return float(ordered[cut : len(ordered) - cut].mean())
+
+
+def _unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:
+    """Per round: its duration without its verification, its draft steps and the wait for an unfinished build."""
+    policy = policy_from_dict(trace.policy)
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for s in trace.spans:
+        spans[s.sequence, s.round].append(s)
+    for r in trace.rounds:
+        own = spans[r.sequence, r.index]
+        before = spans[r.sequence, r.index - 1]
+        explained = sum(s.duration_s for s in own if s.operation in (Operation.VERIFY, Operation.DRAFT_STEP))
+        build_end = max((s.end_s for s in before if s.operation in (Operation.GLUE, Operation.TREE_STEP)), default=0.0)
+        late = max(0.0, build_end - r.start_s) if r.index > 0 else 0.0
+        yield host_term(policy, r.source), r.end_s - r.start_s - explained - late
