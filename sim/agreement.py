@@ -10,6 +10,7 @@ p is the target's distribution, q the draft's.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +20,67 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import BadInput
+from sim.trace import Source
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
+class Agreement(ABC):
+    """What decides the outcome of a round, over texts of known lengths.
+
+    Tables are (num_prompts, longest) over the position of the token concerned. Texts count as prompts whether they were
+    recorded or are only assumed.
+    """
+
+    identity: dict[str, Any]
+    prompt_length: IntArray  # (num_prompts,)
+    stopped: NDArray[np.bool_]  # (num_prompts,) ended by a stop token, not by the cap
+
+    @abstractmethod
+    def text(self, prompt: int) -> tuple[int, ...]:
+        """The generated tokens of one prompt."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> IntArray:
+        """(num_prompts,) number of generated tokens."""
+
+    @property
+    @abstractmethod
+    def num_candidates(self) -> int:
+        """The largest fan-out of one accept count that can be evaluated."""
+
+    @property
+    @abstractmethod
+    def depends_on_draft_index(self) -> bool:
+        """Whether the acceptance of a draft token depends on its place in the speculation, beyond its position."""
+
+    @abstractmethod
+    def acceptance_table(self, draft_index: int) -> FloatArray:
+        """Probability that draft token number `draft_index` of a round is accepted, if it is tested at a position."""
+
+    @abstractmethod
+    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
+        """Probability that the bonus token at a position is among the `fan_out` prepared for `accept_count`, in a round
+        of `num_drafted` draft tokens whose speculation came from `source`."""
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_length)
+
+    @property
+    def temperature(self) -> float:
+        return float(self.identity["temperature"])
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.identity["max_new_tokens"])
+
+
 @dataclass(frozen=True)
-class AgreementRecord:
+class AgreementRecord(Agreement):
     """One row per generated position of every prompt, n rows in all, ordered by prompt and position.
 
     Probabilities are those of the processed distributions at the workload's temperature T; at T = 0 they are at
@@ -65,26 +119,16 @@ class AgreementRecord:
             raise BadInput(name, "must hold positions 0, 1, 2, ... of each prompt in order")
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.prompt_length)
-
-    @property
     def num_candidates(self) -> int:
-        """M, the largest fan-out of one accept count that the record can evaluate."""
+        """M, the number of recorded candidates."""
         return int(self.top_token.shape[1])
-
-    @property
-    def temperature(self) -> float:
-        return float(self.identity["temperature"])
-
-    @property
-    def max_new_tokens(self) -> int:
-        return int(self.identity["max_new_tokens"])
 
     @cached_property
     def lengths(self) -> IntArray:
-        """(num_prompts,) number of generated tokens."""
         return np.bincount(self.prompt, minlength=self.num_prompts)
+
+    def text(self, prompt: int) -> tuple[int, ...]:
+        return tuple(self.token[self.prompt == prompt].tolist())
 
     def select(self, prompts: IntArray) -> AgreementRecord:
         """The record of some prompts (repeats allowed), renumbered 0, 1, ...: a bootstrap sample or a split."""
@@ -138,9 +182,20 @@ class AgreementRecord:
             moves_up = np.where(total > 1e-12, np.minimum(1.0, rejected_mass / np.maximum(total, 1e-12)), 1.0)
         return np.where(self.rank < fan_out, 1.0, np.where(self.rank == fan_out, moves_up, 0.0))
 
-    def padded(self, values: FloatArray, fill: float = 0.0) -> FloatArray:
-        """(num_prompts, longest) view of a per-row array, `fill` beyond each prompt's end."""
-        table = np.full((self.num_prompts, int(self.lengths.max(initial=0))), fill)
+    @property
+    def depends_on_draft_index(self) -> bool:
+        return False
+
+    def acceptance_table(self, draft_index: int) -> FloatArray:
+        return self._padded(self.acceptance)
+
+    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
+        law = self.hit_after_rejection if accept_count < num_drafted else self.hit_after_acceptance
+        return self._padded(law(fan_out))
+
+    def _padded(self, values: FloatArray) -> FloatArray:
+        """(num_prompts, longest) table of a per-row array, 0 beyond each prompt's end."""
+        table = np.zeros((self.num_prompts, int(self.lengths.max(initial=0))))
         table[self.prompt, self.position] = values
         return table
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.agreement import AgreementRecord
+from sim.agreement import Agreement
 from sim.latency import mean_of_maximum
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
-from sim.replay import Replay
+from sim.replay import SOURCES, Replay
 from sim.system import HostTerm, System, host_term
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
@@ -23,7 +23,6 @@ from sim.workload import Workload
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-SOURCES = (Source.HIT, Source.MISS)  # a first round behaves as after a miss
 CHUNK = 256  # policies carried together; bounds memory
 NUM_CONTEXT_KNOTS = 5  # contexts at which E[max(verify, build)] is evaluated; it is nearly linear between them
 
@@ -58,37 +57,25 @@ def expectations(policies: Sequence[Policy], workload: Workload, system: System)
     return [results[index] for index in range(len(policies))]
 
 
-def outcome_hit_mass(record: AgreementRecord, speculation_length: int, max_fan_out: int) -> FloatArray:
+def outcome_hit_mass(agreement: Agreement, speculation_length: int, max_fan_out: int, source: Source) -> FloatArray:
     """(K + 1, max_fan_out + 1) P(k accepted and bonus token among the f prepared), over rounds that start anywhere.
 
     Every position that leaves room for a whole round counts once as a start. Input of `sim.policy.exact_fan_out`.
     """
     K = speculation_length
-    accepted = record.padded(record.acceptance, fill=1.0)
-    lengths = record.lengths
-    starts = np.arange(accepted.shape[1])[None, :] + K < lengths[:, None]
-    starts[:, :1] = False  # position 0 comes from the prefill, no round tests it
-    num_starts = max(1, int(starts.sum()))
-    rejection = [record.padded(record.hit_after_rejection(f)) for f in range(max_fan_out + 1)]
-    acceptance = [record.padded(record.hit_after_acceptance(f)) for f in range(max_fan_out + 1)]
+    longest = int(agreement.lengths.max(initial=0))
+    starts = np.arange(1, max(1, longest - K))  # position 0 comes from the prefill, no round tests it
+    counted = starts + K < agreement.lengths[:, None]
+    survived = counted / max(1, counted.sum())
     mass = np.zeros((K + 1, max_fan_out + 1))
-    survived = np.ones_like(accepted)
     for k in range(K + 1):
-        here = _shift(accepted, k, 1.0)
-        ended = survived * (1 - here) if k < K else survived
-        for f, table in enumerate(rejection if k < K else acceptance):
-            mass[k, f] = (starts * ended * _shift(table, k, 0.0)).sum() / num_starts
-        survived = survived * here
+        here = starts + k
+        accepted = agreement.acceptance_table(k)[:, here] if k < K else np.zeros_like(survived)
+        ended = survived * (1 - accepted)
+        for f in range(max_fan_out + 1):
+            mass[k, f] = (ended * agreement.hit_table(f, k, K, source)[:, here]).sum()
+        survived = survived * accepted
     return mass
-
-
-def _shift(table: FloatArray, by: int, fill: float) -> FloatArray:
-    """Entry (n, i) is `table[n, i + by]`."""
-    if by == 0:
-        return table
-    shifted = np.full_like(table, fill)
-    shifted[:, :-by] = table[:, by:]
-    return shifted
 
 
 def _verify_s(system: System, num_drafted: int, contexts: IntArray, *, beside: bool) -> FloatArray:
@@ -152,13 +139,10 @@ class _SideTables:
         self.num_drafted = policies[0].num_drafted(source)
         self.fan_out = np.array([policy.fan_out(source) for policy in policies])
         self.budgets, self.budget_of = np.unique(self.fan_out.sum(1), return_inverse=True)
-        fan_outs = range(int(self.fan_out.max()) + 1)
-        self.after_rejection = np.stack([replay.hit_after_rejection(fan_out) for fan_out in fan_outs])
-        self.after_acceptance = np.stack([replay.hit_after_acceptance(fan_out) for fan_out in fan_outs])
-        self.first_context = int(replay.prompt_length.min())
-        last_context = int(replay.prompt_length.max()) + replay.longest
-        covered = np.arange(self.first_context, max(self.first_context, last_context - 2) + 1)
-        self.lateness_s = self._lateness(self.num_drafted, covered)
+        self.source = source
+        self.fan_outs = range(int(self.fan_out.max()) + 1)
+        self.laws: dict[tuple[int, bool], FloatArray] = {}
+        self.lateness_s = self._lateness(self.num_drafted, replay.contexts)
 
     def _lateness(self, num_drafted: int, contexts: IntArray) -> FloatArray:
         """(budgets, contexts)"""
@@ -172,15 +156,18 @@ class _SideTables:
         if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
             return verify_s[:1], np.zeros((1, len(contexts)))
         if num_drafted == self.num_drafted:
-            lateness_s = self.lateness_s[:, contexts - self.first_context]
+            lateness_s = self.lateness_s[:, contexts - self.replay.first_context]
         else:
             lateness_s = self._lateness(num_drafted, contexts)
         return verify_s[(self.budgets > 0).astype(int)][self.budget_of], lateness_s[self.budget_of]
 
     def hit(self, k: int, num_drafted: int, position: int) -> FloatArray:
         """Hit probability after k acceptances out of `num_drafted`."""
-        law = self.after_rejection if k < num_drafted else self.after_acceptance
-        return law[self.fan_out[:, k], :, position]
+        key = (k, k < num_drafted)
+        if key not in self.laws:
+            hit_table = self.replay.agreement.hit_table
+            self.laws[key] = np.stack([hit_table(f, k, num_drafted, self.source) for f in self.fan_outs])
+        return self.laws[key][self.fan_out[:, k], :, position]
 
 
 def _speculative_speculative(

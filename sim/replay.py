@@ -1,27 +1,30 @@
-"""The replay law of an agreement record under a workload's length cap, as tables over (prompt, position)."""
+"""Texts that are decoded again and again: an agreement's tables under a workload's length cap."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.agreement import AgreementRecord
+from sim.agreement import Agreement
 from sim.errors import BadInput
+from sim.trace import Source
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+SOURCES = (Source.HIT, Source.MISS)  # sources of SSD rounds that differ; a first round behaves as after a miss
 
-def check_workload(record: AgreementRecord, workload: Workload) -> None:
-    """Raises `BadInput` unless the record speaks about the workload: same temperature, and at least as long."""
-    if workload.temperature != record.temperature:
-        rule = f"must equal the temperature of the agreement record, {record.temperature}"
+
+def check_workload(agreement: Agreement, workload: Workload) -> None:
+    """Raises `BadInput` unless the agreement speaks about the workload: same temperature, and at least as long."""
+    if workload.temperature != agreement.temperature:
+        rule = f"must equal the temperature of the agreement record, {agreement.temperature}"
         raise BadInput("workload.temperature", rule, workload.temperature)
-    if workload.max_new_tokens > record.max_new_tokens:
-        rule = f"must be <= {record.max_new_tokens}, the length of the agreement record"
+    if workload.max_new_tokens > agreement.max_new_tokens:
+        rule = f"must be <= {agreement.max_new_tokens}, the length of the agreement record"
         raise BadInput("workload.max_new_tokens", rule, workload.max_new_tokens)
 
 
@@ -31,15 +34,13 @@ class Replay:
     The pending token of a round is number `emitted` - 1: both models hold prompt + `emitted` - 1 KV entries before it.
     """
 
-    def __init__(self, record: AgreementRecord, workload: Workload) -> None:
-        check_workload(record, workload)
-        self.record = record
+    def __init__(self, agreement: Agreement, workload: Workload) -> None:
+        check_workload(agreement, workload)
+        self.agreement = agreement
         self.cap = workload.max_new_tokens
-        self.lengths: IntArray = np.minimum(record.lengths, self.cap)
-        self.prompt_length = record.prompt_length
-        self.acceptance = record.padded(record.acceptance, fill=1.0)
-        self.hit_after_rejection = cache(lambda fan_out: record.padded(record.hit_after_rejection(fan_out)))
-        self.hit_after_acceptance = cache(lambda fan_out: record.padded(record.hit_after_acceptance(fan_out)))
+        self.lengths: IntArray = np.minimum(agreement.lengths, self.cap)
+        self.prompt_length = agreement.prompt_length
+        self._acceptance: dict[int, FloatArray] = {}
 
     @property
     def num_prompts(self) -> int:
@@ -61,14 +62,38 @@ class Replay:
         """(num_prompts,) KV entries of either model before a round."""
         return self.prompt_length + emitted - 1
 
+    @cached_property
+    def first_context(self) -> int:
+        """The smallest number of KV entries before a round."""
+        return int(self.prompt_length.min())
+
+    @cached_property
+    def contexts(self) -> IntArray:
+        """Every number of KV entries that may stand before a round."""
+        last = int(self.prompt_length.max()) + max(0, self.longest - 2)
+        return np.arange(self.first_context, last + 1)
+
+    def acceptance(self, draft_index: int) -> FloatArray:
+        """(num_prompts, longest) acceptance of a draft token by its place in the speculation."""
+        index = draft_index if self.agreement.depends_on_draft_index else 0
+        if index not in self._acceptance:
+            self._acceptance[index] = self.agreement.acceptance_table(index)
+        return self._acceptance[index]
+
     def accept_counts(self, emitted: int, num_drafted: int) -> list[tuple[FloatArray, NDArray[np.bool_]]]:
-        """For each k: (num_prompts,) its probability, and whether the sequence goes on after it."""
+        """For each k: (num_prompts,) its probability, and whether the sequence goes on after it.
+
+        Beyond the end of a text nothing is rejected: counts that reach it are those that end the sequence.
+        """
         counts = []
         survived = np.ones(self.num_prompts)
         for k in range(num_drafted + 1):
             position = emitted + k
-            inside = position < self.acceptance.shape[1]
-            accepted = self.acceptance[:, position] if inside else np.ones(self.num_prompts)
-            counts.append((survived * (1 - accepted) if k < num_drafted else survived, position + 1 < self.lengths))
+            goes_on = position + 1 < self.lengths
+            if k == num_drafted or position >= self.longest:
+                counts.append((survived, goes_on))
+                break
+            accepted = np.where(position < self.lengths, self.acceptance(k)[:, position], 1.0)
+            counts.append((survived * (1 - accepted), goes_on))
             survived = survived * accepted
         return counts

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sim.agreement import AgreementRecord
+from sim.agreement import Agreement
 from sim.errors import BadInput
 from sim.policy import (
     Autoregressive,
@@ -20,10 +21,13 @@ from sim.policy import (
     uniform_fan_out,
 )
 from sim.recursion import outcome_hit_mass
+from sim.replay import SOURCES
 from sim.simulate import Prediction, predict_all
 from sim.system import System
+from sim.trace import Source
 from sim.workload import Workload
 
+WIDEST_FITTED = 128  # fan-outs beyond it do not enter the fitted exponent
 FAN_OUT_RULES = ("uniform", "geometric", "exact")
 KINDS: dict[str, type] = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
 
@@ -68,46 +72,53 @@ def search(space: SearchSpace, workload: Workload, system: System) -> SearchResu
     return SearchResult(sorted(predictions, key=lambda p: -p.tokens_per_s.value))
 
 
-def candidates(space: SearchSpace, record: AgreementRecord) -> list[Policy]:
+def candidates(space: SearchSpace, agreement: Agreement) -> list[Policy]:
     """Distinct policies of the space: AR, SD by K, then SSD by K and budget."""
     policies: list[Policy] = [Autoregressive(), *(Speculative(K) for K in sorted(space.speculation_lengths) if K > 0)]
     for K in sorted(space.speculation_lengths):
         if K > 0:
-            policies.extend(_ssd_candidates(space, record, K))
+            policies.extend(_ssd_candidates(space, agreement, K))
     return list(dict.fromkeys(policies))
 
 
-def _ssd_candidates(space: SearchSpace, record: AgreementRecord, K: int) -> Iterator[SpeculativeSpeculative]:
-    widest = min(record.num_candidates, max(space.budgets))
-    hit_mass = outcome_hit_mass(record, K, widest)
-    acceptance, exponent = mean_acceptance(record), miss_exponent(record)
+def _ssd_candidates(space: SearchSpace, agreement: Agreement, K: int) -> Iterator[SpeculativeSpeculative]:
+    most = agreement.num_candidates
+    widest = min(most, max(space.budgets))
+    hit_mass = {source: outcome_hit_mass(agreement, K, widest, source).tolist() for source in SOURCES}
+    acceptance, exponent = mean_acceptance(agreement), miss_exponent(agreement)
     for budget in sorted(space.budgets):
         for rule in space.fan_out_rules:
             if rule == "uniform":
-                fan_out = uniform_fan_out(K, budget)
+                lists = [uniform_fan_out(K, budget)] * 2
             elif rule == "geometric":
-                fan_out = geometric_fan_out(K, budget, acceptance, exponent)
+                lists = [geometric_fan_out(K, budget, acceptance, exponent)] * 2
             else:
-                fan_out = exact_fan_out(hit_mass.tolist(), budget)
-            fan_out = tuple(min(entry, record.num_candidates) for entry in fan_out)
+                lists = [exact_fan_out(hit_mass[source], budget) for source in SOURCES]
+            after_hit, after_miss = (tuple(min(entry, most) for entry in fan_out) for fan_out in lists)
             for fallback in space.fallbacks:
-                after_miss = fan_out if fallback is Fallback.DRAFT else (min(budget, record.num_candidates),)
-                yield SpeculativeSpeculative(K, fan_out, after_miss, fallback)
+                miss_list = after_miss if fallback is Fallback.DRAFT else (min(budget, most),)
+                yield SpeculativeSpeculative(K, after_hit, miss_list, fallback)
 
 
-def mean_acceptance(record: AgreementRecord) -> float:
-    """Mean acceptance over all positions that rounds can test (all but the first of each prompt)."""
-    return float(record.acceptance[record.position > 0].mean())
+def mean_acceptance(agreement: Agreement) -> float:
+    """Mean acceptance of a first draft token over all positions that rounds can test."""
+    return float(agreement.acceptance_table(0)[_testable(agreement)].mean())
 
 
-def miss_exponent(record: AgreementRecord) -> float:
-    """r of the best line through log miss(F) = log c - r log F over F = 1, 2, 4, ... <= M; the miss rate is that of a
-    bonus token drawn from p against the top F of q. At least .01, so that Theorem 12 keeps its meaning."""
-    tested = record.position > 0
-    fan_outs = 2 ** np.arange(int(np.log2(record.num_candidates)) + 1)
-    misses = np.array([(record.rank[tested] >= fan_out).mean() for fan_out in fan_outs])
-    seen = misses > 0
+def miss_exponent(agreement: Agreement) -> float:
+    """r of the best line through log miss(F) = log c - r log F over F = 1, 2, 4, ...; the misses are those of a bonus
+    token drawn from p after full acceptance. At least .01, so that Theorem 12 keeps its meaning."""
+    testable = _testable(agreement)
+    fan_outs = 2 ** np.arange(int(np.log2(min(agreement.num_candidates, WIDEST_FITTED))) + 1)
+    misses = np.array([1 - agreement.hit_table(int(f), 0, 0, Source.HIT)[testable].mean() for f in fan_outs])
+    seen = misses > 1e-12
     if seen.sum() < 2:
         return 1.0
     slope = np.polyfit(np.log(fan_outs[seen]), np.log(misses[seen]), 1)[0]
     return max(0.01, float(-slope))
+
+
+def _testable(agreement: Agreement) -> NDArray[np.bool_]:
+    """(num_prompts, longest) positions inside the texts but the first, which the prefill emits."""
+    position = np.arange(int(agreement.lengths.max(initial=0)))
+    return (position > 0) & (position < agreement.lengths[:, None])

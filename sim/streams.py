@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from sim.replay import Replay
 from sim.trace import Lane
 
 
@@ -20,6 +22,11 @@ class Streams:
     def of(cls, seed: int) -> Streams:
         outcomes, target, draft = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
         return cls(outcomes, {Lane.TARGET: target, Lane.DRAFT: draft})
+
+
+def outcome_uniforms(replay: Replay, stream: np.random.Generator) -> NDArray[np.float64]:
+    """(2, num_prompts, longest): one number per token decides its acceptance, another whether it was prepared."""
+    return stream.random((2, replay.num_prompts, replay.longest))
 
 
 def replication_seeds(seed: int, num: int) -> list[int]:

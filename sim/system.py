@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.agreement import AgreementRecord
+from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, sum_of_independent
+from sim.parametric import ParametricAgreement
 from sim.policy import Policy, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 
@@ -41,7 +42,7 @@ def host_term(policy: Policy, source: Source) -> HostTerm:
 
 @dataclass(frozen=True)
 class System:
-    """Latency of each operation alone, slow-down of each lane while the other works, host times, agreement record.
+    """Latency of each operation alone, slow-down of each lane while the other works, host times, agreement.
 
     `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. `identity` says which pair,
     device and library versions it holds for.
@@ -50,7 +51,7 @@ class System:
     latency: LatencyModel
     contention: Mapping[Lane, float]
     host_s: Mapping[HostTerm, float]
-    agreement: AgreementRecord
+    agreement: Agreement
     identity: dict[str, Any]
 
     def mean_s(self, lane: Lane, operation: Operation, num_tokens: int, context: Any, *, beside: bool) -> FloatArray:
@@ -75,13 +76,11 @@ class System:
         return sum_of_independent([steps * self.contention[Lane.DRAFT], glue])
 
     def write(self, path: Path) -> None:
-        """Write `path` (JSON) and, beside it, `<stem>.agreement.parquet`, tied to it by a hash."""
-        record = path.with_suffix(".agreement.parquet")
-        self.agreement.write(record)
+        """Write `path` (JSON) and, beside it, an agreement record as `<stem>.agreement.parquet`, tied by its hash."""
         data = {
             "schema": SCHEMA,
             "identity": self.identity,
-            "agreement": {"file": record.name, "sha256": _sha256(record), "num_prompts": self.agreement.num_prompts},
+            "agreement": _write_agreement(self.agreement, path.with_suffix(".agreement.parquet")),
             "host_s": {term.value: value for term, value in self.host_s.items()},
             "contention": {lane.value: value for lane, value in self.contention.items()},
             "latency": self.latency.to_dict(),
@@ -104,17 +103,31 @@ class System:
         missing = {"identity", "agreement", "host_s", "contention", "latency"} - data.keys()
         if missing:
             raise BadInput(f"{path}: {min(missing)}", "this key is missing")
-        record = path.parent / data["agreement"]["file"]
-        agreement = AgreementRecord.read(record)
-        if _sha256(record) != data["agreement"]["sha256"]:
-            raise BadInput(str(record), f"must be the record that {path} was fitted with (its hash differs)")
         return cls(
             latency=LatencyModel.from_dict(data["latency"]),
             contention={Lane(lane): float(value) for lane, value in data["contention"].items()},
             host_s={HostTerm(term): float(value) for term, value in data["host_s"].items()},
-            agreement=agreement,
+            agreement=_read_agreement(data["agreement"], path),
             identity=data["identity"],
         )
+
+
+def _write_agreement(agreement: Agreement, file: Path) -> dict[str, Any]:
+    if isinstance(agreement, ParametricAgreement):
+        return {"parametric": agreement.to_dict()}
+    assert isinstance(agreement, AgreementRecord)
+    agreement.write(file)
+    return {"file": file.name, "sha256": _sha256(file), "num_prompts": agreement.num_prompts}
+
+
+def _read_agreement(entry: dict[str, Any], system: Path) -> Agreement:
+    if "parametric" in entry:
+        return ParametricAgreement.from_dict(entry["parametric"])
+    record = system.parent / entry["file"]
+    agreement = AgreementRecord.read(record)
+    if _sha256(record) != entry["sha256"]:
+        raise BadInput(str(record), f"must be the record that {system} was fitted with (its hash differs)")
+    return agreement
 
 
 def _sha256(path: Path) -> str:

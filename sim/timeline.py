@@ -15,10 +15,9 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from sim.agreement import AgreementRecord
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
-from sim.replay import check_workload
-from sim.streams import Streams
+from sim.replay import Replay
+from sim.streams import Streams, outcome_uniforms
 from sim.system import System, host_term
 from sim.trace import Lane, Operation, Round, Sequence, Source, Span, Trace
 from sim.workload import Workload
@@ -39,43 +38,43 @@ class _Verified:
 class _Outcomes:
     """Outcomes of one seed: a pair of uniforms per (prompt, position) decides acceptance and hits."""
 
-    def __init__(self, record: AgreementRecord, cap: int, stream: np.random.Generator) -> None:
-        self.record = record
-        self.lengths = np.minimum(record.lengths, cap)
-        self.first_row = np.concatenate([[0], np.cumsum(record.lengths)[:-1]])
-        self.acceptance = record.acceptance
-        self.uniforms = stream.random((2, len(record.token)))
-        self._hit_tables: dict[tuple[bool, int], NDArray[np.float64]] = {}
+    def __init__(self, replay: Replay, stream: np.random.Generator) -> None:
+        self.replay = replay
+        self.accept_uniforms, self.hit_uniforms = outcome_uniforms(replay, stream)
+        self._hit_tables: dict[tuple[int, int, int, Source], NDArray[np.float64]] = {}
 
-    def verify(self, prompt: int, emitted: int, num_drafted: int, fan_out: tuple[int, ...]) -> _Verified:
+    def verify(
+        self, prompt: int, emitted: int, num_drafted: int, source: Source, fan_out: tuple[int, ...]
+    ) -> _Verified:
         """One round from a state; `fan_out` () where no speculation cache exists."""
-        left = int(self.lengths[prompt]) - emitted
-        row = int(self.first_row[prompt]) + emitted
-        tested = min(num_drafted, left)
-        rejected = np.flatnonzero(self.uniforms[0, row : row + tested] >= self.acceptance[row : row + tested])
-        k = int(rejected[0]) if rejected.size else tested
+        left = int(self.replay.lengths[prompt]) - emitted
+        k = 0
+        while k < min(num_drafted, left) and self._is_accepted(prompt, emitted + k, k):
+            k += 1
         if k == left:  # a stop token among the accepted ones: the tail counts nowhere
             return _Verified(k, k, goes_on=False, is_prepared=False)
         goes_on = k + 1 < left
-        is_prepared = goes_on and bool(fan_out) and self._is_hit(row + k, k == num_drafted, fan_out[k])
+        is_prepared = (
+            goes_on and bool(fan_out) and self._is_hit(prompt, emitted + k, (fan_out[k], k, num_drafted, source))
+        )
         return _Verified(k, k + 1, goes_on, is_prepared)
 
-    def _is_hit(self, row: int, all_accepted: bool, fan_out: int) -> bool:
-        key = (all_accepted, fan_out)
+    def _is_accepted(self, prompt: int, position: int, draft_index: int) -> bool:
+        return bool(self.accept_uniforms[prompt, position] < self.replay.acceptance(draft_index)[prompt, position])
+
+    def _is_hit(self, prompt: int, position: int, key: tuple[int, int, int, Source]) -> bool:
         if key not in self._hit_tables:
-            law = self.record.hit_after_acceptance if all_accepted else self.record.hit_after_rejection
-            self._hit_tables[key] = law(fan_out)
-        return bool(self.uniforms[1, row] < self._hit_tables[key][row])
+            self._hit_tables[key] = self.replay.agreement.hit_table(*key)
+        return bool(self.hit_uniforms[prompt, position] < self._hit_tables[key][prompt, position])
 
 
 class Timeline:
     """One policy over the prompts of the system's agreement record, one sequence after another."""
 
     def __init__(self, policy: Policy, workload: Workload, system: System, seed: int) -> None:
-        check_workload(system.agreement, workload)
         streams = Streams.of(seed)
         self.policy, self.workload, self.system = policy, workload, system
-        self.outcomes = _Outcomes(system.agreement, workload.max_new_tokens, streams.outcomes)
+        self.outcomes = _Outcomes(Replay(system.agreement, workload), streams.outcomes)
         self.noise = streams.noise
         self.env = simpy.Environment()
         self.trace = Trace(policy=policy.to_dict(), workload=workload.identity())
@@ -155,7 +154,7 @@ class Timeline:
             sequence.num_rounds,
             beside=beside,
         )
-        verified = self.outcomes.verify(sequence.prompt, sequence.emitted, num_drafted, fan_out)
+        verified = self.outcomes.verify(sequence.prompt, sequence.emitted, num_drafted, source, fan_out)
         sequence.commit(source, num_drafted, verified)
         return verified
 
@@ -201,7 +200,7 @@ class _Decoding:
     def __init__(self, timeline: Timeline, prompt: int) -> None:
         self.timeline, self.prompt = timeline, prompt
         self.prompt_length = int(timeline.system.agreement.prompt_length[prompt])
-        self.length = int(timeline.outcomes.lengths[prompt])
+        self.length = int(timeline.outcomes.replay.lengths[prompt])
         self.emitted = min(1, self.length)  # the prefill emits the first token
         self.num_rounds = 0
         self.decode_start_s = self.round_start_s = timeline.env.now
@@ -242,17 +241,17 @@ class _Decoding:
         self.round_start_s = now
 
     def finish(self) -> None:
-        record = self.timeline.system.agreement
-        rows = record.token[record.prompt == self.prompt][: self.length]
+        agreement = self.timeline.system.agreement
+        stopped = self.length < self.timeline.workload.max_new_tokens or bool(agreement.stopped[self.prompt])
         self.timeline.trace.sequences.append(
             Sequence(
                 index=self.prompt,
                 prompt_length=self.prompt_length,
-                tokens=tuple(int(token) for token in rows),
+                tokens=agreement.text(self.prompt)[: self.length],
                 prefill_start_s=self.decode_start_s,
                 decode_start_s=self.decode_start_s,
                 end_s=self.round_start_s,
-                stopped=self.length < self.timeline.workload.max_new_tokens or bool(record.stopped[self.prompt]),
+                stopped=stopped,
             )
         )
 

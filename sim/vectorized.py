@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from sim.latency import NUM_OF_SUM
 from sim.policy import Policy, SpeculativeSpeculative
-from sim.recursion import NUM_CONTEXT_KNOTS, SOURCES, Expectation
-from sim.replay import Replay
-from sim.streams import Streams
+from sim.recursion import NUM_CONTEXT_KNOTS, Expectation
+from sim.replay import SOURCES, Replay
+from sim.streams import Streams, outcome_uniforms
 from sim.system import System, host_term
 from sim.trace import Lane, Operation
 from sim.workload import Workload
@@ -43,20 +43,17 @@ class _Run:
     def __init__(self, policy: Policy, replay: Replay, system: System, seeds: Sequence[int]) -> None:
         self.policy, self.replay, self.system = policy, replay, system
         self.num_seeds = len(seeds)
-        record = replay.record
-        self.num_rows = len(record.token)
-        self.first_row = np.concatenate([[0], np.cumsum(record.lengths)[:-1]]).astype(np.int64)
-        uniforms = [Streams.of(seed).outcomes.random((2, self.num_rows)) for seed in seeds]
-        self.next_rejection = _next_true(np.stack([u[0] for u in uniforms]) >= record.acceptance)
-        self.hit_uniform = np.stack([u[1] for u in uniforms]).ravel()
+        uniforms = np.stack([outcome_uniforms(replay, Streams.of(seed).outcomes) for seed in seeds], axis=1)
+        self.accept_uniforms, self.hit_uniforms = uniforms  # (seeds, num_prompts, longest)
+        if not replay.agreement.depends_on_draft_index:
+            self.next_rejection = _next_true(self.accept_uniforms >= replay.acceptance(0))
         self.noise = np.random.default_rng(list(seeds))
         self.times = _Times(policy, replay, system)
 
     def totals(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Sums over the replications, each (num_prompts,) or (2, num_prompts): rounds, seconds, look-ups, hits."""
         num_prompts, policy = self.replay.num_prompts, self.policy
-        prompt = np.tile(np.flatnonzero(self.replay.lengths > 1), self.num_seeds)
-        offset = np.repeat(np.arange(self.num_seeds), len(prompt) // self.num_seeds) * self.num_rows
+        run, prompt = np.nonzero(np.broadcast_to(self.replay.lengths > 1, (self.num_seeds, num_prompts)))
         emitted = np.ones(len(prompt), dtype=np.int64)
         side = np.ones(len(prompt), dtype=np.int64)  # index into SOURCES: a first round behaves as after a miss
         is_ssd = isinstance(policy, SpeculativeSpeculative)
@@ -68,16 +65,15 @@ class _Run:
         while len(prompt):
             num_drafted = np.minimum(drafts[side], np.maximum(0, self.replay.cap - emitted - 1))
             left = self.replay.lengths[prompt] - emitted
-            row = self.first_row[prompt] + emitted
-            k = np.minimum(self.next_rejection[offset + row] - row, np.minimum(num_drafted, left))
+            k = self._accept_counts(run, prompt, emitted, np.minimum(num_drafted, left))
             goes_on = k + 1 < left
             verify_s, build_s = self.times.round(self.noise, side, num_drafted, prompt, emitted)
             rounds += np.bincount(prompt, minlength=num_prompts)
             took = np.where(goes_on, np.maximum(verify_s, build_s), verify_s)
             if is_ssd:
-                ending = np.minimum(row + k, self.num_rows - 1)
-                law = hit_laws[side, k, (k == num_drafted).astype(int), ending]
-                hit = goes_on & (self.hit_uniform[offset + ending] < law)
+                position = np.minimum(emitted + k, self.replay.longest - 1)
+                law = hit_laws[side, k, (k == num_drafted).astype(int), prompt, position]
+                hit = goes_on & (self.hit_uniforms[run, prompt, position] < law)
                 for index in range(2):
                     lookups[index] += np.bincount(prompt[goes_on & (side == index)], minlength=num_prompts)
                     hits[index] += np.bincount(prompt[hit & (side == index)], minlength=num_prompts)
@@ -85,29 +81,42 @@ class _Run:
                 hit = np.zeros(len(prompt), dtype=bool)
             seconds += np.bincount(prompt, weights=took, minlength=num_prompts)
             two_unfed = (k == num_drafted)[goes_on] & (not is_ssd)
-            offset, prompt = offset[goes_on], prompt[goes_on]
+            run, prompt = run[goes_on], prompt[goes_on]
             emitted, side = (emitted + k + 1)[goes_on], np.where(hit, 0, 1)[goes_on]
             waiting = self.times.before_verification(self.noise, side, prompt, emitted, two_unfed)
             seconds += np.bincount(prompt, weights=waiting, minlength=num_prompts)
         return rounds, seconds, lookups, hits
 
+    def _accept_counts(self, run: IntArray, prompt: IntArray, emitted: IntArray, num_tested: IntArray) -> IntArray:
+        if not self.replay.agreement.depends_on_draft_index:
+            return np.minimum(self.next_rejection[run, prompt, emitted] - emitted, num_tested)
+        k = np.zeros(len(run), dtype=np.int64)
+        open_ = np.ones(len(run), dtype=bool)
+        for index in range(int(num_tested.max(initial=0))):
+            position = np.minimum(emitted + index, self.replay.longest - 1)
+            accepted = self.accept_uniforms[run, prompt, position] < self.replay.acceptance(index)[prompt, position]
+            open_ &= accepted & (index < num_tested)
+            k += open_
+        return k
+
     def _hit_laws(self) -> FloatArray:
-        """(source, accept count, rejected / all accepted, record row) hit probability."""
-        policy, record = self.policy, self.replay.record
+        """(source, accept count, rejected / all accepted, prompt, position) hit probability."""
+        policy, replay = self.policy, self.replay
         if not isinstance(policy, SpeculativeSpeculative):
-            return np.zeros((2, 1, 2, 0))
-        laws = np.zeros((2, policy.speculation_length + 1, 2, self.num_rows))
+            return np.zeros((2, 1, 2, 0, 0))
+        laws = np.zeros((2, policy.speculation_length + 1, 2, replay.num_prompts, replay.longest))
         for index, source in enumerate(SOURCES):
             for k, fan_out in enumerate(policy.fan_out(source)):
-                laws[index, k] = record.hit_after_rejection(fan_out), record.hit_after_acceptance(fan_out)
+                for all_accepted, num_drafted in enumerate((k + 1, k)):
+                    laws[index, k, all_accepted] = replay.agreement.hit_table(fan_out, k, num_drafted, source)
         return laws
 
 
 def _next_true(flags: NDArray[np.bool_]) -> IntArray:
-    """Flat over (replications, rows): index of the first true flag at or after each row, else the number of rows."""
-    num_rows = flags.shape[1]
-    index = np.where(flags, np.arange(num_rows), num_rows)
-    return np.minimum.accumulate(index[:, ::-1], axis=1)[:, ::-1].ravel()
+    """Along the last axis: index of the first true flag at or after each place, else the length of the axis."""
+    length = flags.shape[-1]
+    index = np.where(flags, np.arange(length), length)
+    return np.minimum.accumulate(index[..., ::-1], axis=-1)[..., ::-1]
 
 
 class _Times:
@@ -116,8 +125,7 @@ class _Times:
     def __init__(self, policy: Policy, replay: Replay, system: System) -> None:
         self.policy, self.replay, self.system = policy, replay, system
         self.is_ssd = isinstance(policy, SpeculativeSpeculative)
-        self.lowest = int(replay.prompt_length.min())
-        self.contexts = np.arange(self.lowest, int(replay.prompt_length.max()) + max(1, replay.longest - 1))
+        self.lowest, self.contexts = replay.first_context, replay.contexts
         K = policy.speculation_length
         full = [policy.num_drafted(source) for source in SOURCES]
         branches = [sum(policy.fan_out(source)) for source in SOURCES]

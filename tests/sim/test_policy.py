@@ -94,7 +94,7 @@ def test_exact_fan_out_is_the_best_of_all_lists():
 def test_hit_mass_is_a_law():
     """Non-decreasing in the fan-out, zero without branches, and everything once the whole vocabulary is prepared."""
     record = record_of(*markov(3), num_prompts=50, length=20, seed=1)
-    mass = outcome_hit_mass(record, 3, record.num_candidates)
+    mass = outcome_hit_mass(record, 3, record.num_candidates, Source.HIT)
     assert np.allclose(mass[:, 0], 0)
     assert (np.diff(mass, axis=1) >= -1e-12).all()
     assert mass[:, -1].sum() == pytest.approx(1)

@@ -1,0 +1,131 @@
+"""Agreement from summary numbers, for those without a token-level record: acceptance by position, hit curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.agreement import Agreement
+from sim.errors import BadInput
+from sim.theory import miss_rate
+from sim.trace import Source
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+UNBOUNDED_FAN_OUT = 4096  # the curves say something about any fan-out; this bounds the tables made from them
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """Hit rate 1 - c F^-r of a fan-out F (Definition 11 with its prefactor c); 0 at F = 0."""
+
+    prefactor: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        if not self.prefactor >= 0:
+            raise BadInput("hit curve: prefactor", "must be >= 0", self.prefactor)
+        if not self.exponent >= 0:
+            raise BadInput("hit curve: exponent", "must be >= 0", self.exponent)
+
+    def hit_rate(self, fan_out: int) -> float:
+        return 1.0 - miss_rate(fan_out, self.exponent, self.prefactor)
+
+
+@dataclass(frozen=True)
+class ParametricAgreement(Agreement):
+    """One text of fixed length on which every round is like every other.
+
+    `acceptance[j]` is the conditional probability that draft token j is accepted once it is tested, `after_hit[k]` and
+    `after_miss[k]` the hit curves after k acceptances in rounds of either source; the last entry of each stands for all
+    that follow. Rounds are independent: what texts have in easy and hard passages is not in these numbers.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    acceptance: tuple[float, ...]
+    after_hit: tuple[HitCurve, ...]
+    after_miss: tuple[HitCurve, ...]
+    sampling_temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("acceptance", "after_hit", "after_miss"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise BadInput(name, "must have at least one entry")
+        for index, value in enumerate(self.acceptance):
+            if not 0 <= value <= 1:
+                raise BadInput(f"acceptance[{index}]", "must be a probability", value)
+        for name in ("prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise BadInput(name, "must be >= 1", getattr(self, name))
+
+    @property
+    def identity(self) -> dict[str, Any]:  # type: ignore[override]
+        return {
+            "dataset": "parametric",
+            "temperature": self.sampling_temperature,
+            "stop_ids": [],
+            "max_new_tokens": self.new_tokens,
+        }
+
+    @cached_property
+    def prompt_length(self) -> IntArray:  # type: ignore[override]
+        return np.array([self.prompt_tokens])
+
+    @cached_property
+    def stopped(self) -> NDArray[np.bool_]:  # type: ignore[override]
+        return np.array([False])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return np.array([self.new_tokens])
+
+    @property
+    def num_candidates(self) -> int:
+        return UNBOUNDED_FAN_OUT
+
+    @property
+    def depends_on_draft_index(self) -> bool:
+        return len(set(self.acceptance)) > 1
+
+    def text(self, prompt: int) -> tuple[int, ...]:
+        """Token ids are not known; zeros stand for them."""
+        return (0,) * self.new_tokens
+
+    def acceptance_table(self, draft_index: int) -> FloatArray:
+        return np.full((1, self.new_tokens), self.acceptance[min(draft_index, len(self.acceptance) - 1)])
+
+    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
+        curves = self.after_hit if source is Source.HIT else self.after_miss
+        return np.full((1, self.new_tokens), curves[min(accept_count, len(curves) - 1)].hit_rate(fan_out))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ParametricAgreement:
+        """Inverse of `to_dict`."""
+        curves = {name: tuple(HitCurve(**curve) for curve in data[name]) for name in ("after_hit", "after_miss")}
+        return cls(**{**data, **curves})
+
+
+def conditional_from_cumulative(cumulative: Sequence[float]) -> tuple[float, ...]:
+    """Conditional acceptance by draft position from its cumulative form (share of rounds that accept more than j).
+
+    Raises `BadInput` where the cumulative form rises or leaves [0, 1].
+    """
+    conditional = []
+    before = 1.0
+    for index, value in enumerate(cumulative):
+        if not 0 <= value <= before:
+            rule = f"cumulative acceptance must not rise and lie in [0, 1]; the entry before is {before:g}"
+            raise BadInput(f"cumulative[{index}]", rule, value)
+        conditional.append(value / before if before > 0 else 0.0)
+        before = value
+    return tuple(conditional)
