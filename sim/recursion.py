@@ -16,7 +16,7 @@ from sim.agreement import Agreement
 from sim.latency import mean_of_maximum
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
 from sim.replay import SOURCES, Replay
-from sim.system import HostTerm, System, host_term
+from sim.system import System, host_term
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
 
@@ -134,32 +134,39 @@ class _SideTables:
     """What a group of policies needs in rounds of one source: arrays are (policies, num_prompts) at a position."""
 
     def __init__(self, policies: list[SpeculativeSpeculative], source: Source, replay: Replay, system: System) -> None:
-        self.replay, self.system = replay, system
+        self.replay, self.system, self.source = replay, system, source
         self.num_steps = policies[0].speculation_length
         self.num_drafted = policies[0].num_drafted(source)
+        self.host_s = system.host_s[host_term(policies[0], source)]
         self.fan_out = np.array([policy.fan_out(source) for policy in policies])
         self.budgets, self.budget_of = np.unique(self.fan_out.sum(1), return_inverse=True)
-        self.source = source
         self.fan_outs = range(int(self.fan_out.max()) + 1)
         self.laws: dict[tuple[int, bool], FloatArray] = {}
-        self.lateness_s = self._lateness(self.num_drafted, replay.contexts)
+        self.usual_times = self._times(self.num_drafted, replay.contexts)
 
-    def _lateness(self, num_drafted: int, contexts: IntArray) -> FloatArray:
-        """(budgets, contexts)"""
-        rows = [_mean_lateness_s(self.system, num_drafted, int(b), self.num_steps, contexts) for b in self.budgets]
-        return np.stack(rows)
+    def _times(self, num_drafted: int, contexts: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Waiting for a speculation (contexts), verification alone and beside a build (2, contexts), lateness of the
+        build (budgets, contexts)."""
+        drafted_in_the_open = num_drafted if self.source is Source.MISS else 0
+        wait_s = self.host_s + _draft_s(self.system, drafted_in_the_open, contexts)
+        verify_s = [_verify_s(self.system, num_drafted, contexts, beside=beside) for beside in (False, True)]
+        lateness_s = [
+            _mean_lateness_s(self.system, num_drafted, int(budget), self.num_steps, contexts) for budget in self.budgets
+        ]
+        return wait_s, np.stack(verify_s), np.stack(lateness_s)
 
     def times(self, emitted: int) -> tuple[FloatArray, FloatArray]:
-        """Mean verification and mean lateness of its build."""
+        """Mean of waiting for the speculation and verifying it, and mean lateness of the build beside it."""
         num_drafted, contexts = self.replay.room_for(self.num_drafted, emitted), self.replay.context(emitted)
-        verify_s = np.stack([_verify_s(self.system, num_drafted, contexts, beside=beside) for beside in (False, True)])
-        if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
-            return verify_s[:1], np.zeros((1, len(contexts)))
         if num_drafted == self.num_drafted:
-            lateness_s = self.lateness_s[:, contexts - self.replay.first_context]
+            at = contexts - self.replay.first_context
+            wait_s, verify_s, lateness_s = (table[..., at] for table in self.usual_times)
         else:
-            lateness_s = self._lateness(num_drafted, contexts)
-        return verify_s[(self.budgets > 0).astype(int)][self.budget_of], lateness_s[self.budget_of]
+            wait_s, verify_s, lateness_s = self._times(num_drafted, contexts)
+        if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
+            return wait_s + verify_s[:1], np.zeros((1, len(contexts)))
+        builds = (self.budgets > 0).astype(int)
+        return (wait_s + verify_s[builds])[self.budget_of], lateness_s[self.budget_of]
 
     def hit(self, k: int, num_drafted: int, position: int) -> FloatArray:
         """Hit probability after k acceptances out of `num_drafted`."""
@@ -183,15 +190,15 @@ def _speculative_speculative(
     rounds, seconds = np.zeros((2, *shape))
     lookups, hits = np.zeros((2, 2, *shape))
     for i in range(1, replay.longest):
-        drafted_after_miss = replay.room_for(policies[0].num_drafted_after_miss, i)
-        fallback_s = _draft_s(system, drafted_after_miss, replay.context(i))
-        before_s = (np.full(shape[1], system.host_s[HostTerm.HIT]), system.host_s[HostTerm.MISS] + fallback_s)
+        counts: dict[int, list[tuple[FloatArray, NDArray[np.bool_]]]] = {}
         for side in (hit_side, miss_side):
             here = mass[side, i]
             num_drafted = replay.room_for(tables[side].num_drafted, i)
-            verify_s, lateness_s = tables[side].times(i)
+            if num_drafted not in counts:
+                counts[num_drafted] = replay.accept_counts(i, num_drafted)
+            round_s, lateness_s = tables[side].times(i)
             goes_on = np.zeros(shape)
-            for k, (probability, continues) in enumerate(replay.accept_counts(i, num_drafted)):
+            for k, (probability, continues) in enumerate(counts[num_drafted]):
                 weight = probability * continues
                 if weight.any():
                     flow = here * weight
@@ -202,6 +209,6 @@ def _speculative_speculative(
                     hits[side] += hit
             rounds += here
             lookups[side] += goes_on
-            seconds += here * (before_s[side] + verify_s) + goes_on * lateness_s
+            seconds += here * round_s + goes_on * lateness_s
     num_tokens = replay.num_tokens()
     return [Expectation(num_tokens, rounds[j], seconds[j], lookups[:, j], hits[:, j]) for j in range(len(policies))]
