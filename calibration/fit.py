@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from calibration.breakdown import time_of_rounds
 from calibration.profile import Profile
 from sim.errors import BadInput
 from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency
 from sim.policy import policy_from_dict
 from sim.system import HostTerm, System, host_term
-from sim.trace import Lane, Operation, Span, Trace
+from sim.trace import Lane, Operation, Trace
 
 FloatArray = NDArray[np.float64]
 Key = tuple[Lane, Operation]
@@ -28,7 +29,8 @@ def fit(profile: Profile) -> System:
         contention=contention,
         host_s=_host_times(profile.traces),
         agreement=profile.agreement,
-        identity=profile.manifest["identity"],
+        identity=profile.identity,
+        overlaps=profile.identity["concurrency"] != "serial",
     )
 
 
@@ -86,15 +88,7 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 
 
 def _unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:
-    """Per round: its duration without its verification, its draft steps and the wait for an unfinished build."""
+    """Per round: what is neither verification, nor drafting, nor the wait for an unfinished build."""
     policy = policy_from_dict(trace.policy)
-    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    for s in trace.spans:
-        spans[s.sequence, s.round].append(s)
-    for r in trace.rounds:
-        own = spans[r.sequence, r.index]
-        before = spans[r.sequence, r.index - 1]
-        explained = sum(s.duration_s for s in own if s.operation in (Operation.VERIFY, Operation.DRAFT_STEP))
-        build_end = max((s.end_s for s in before if s.operation in (Operation.GLUE, Operation.TREE_STEP)), default=0.0)
-        late = max(0.0, build_end - r.start_s) if r.index > 0 else 0.0
-        yield host_term(policy, r.source), r.end_s - r.start_s - explained - late
+    for r, time in time_of_rounds(trace):
+        yield host_term(policy, r.source), time.lookup_s + time.rest_s

@@ -115,19 +115,20 @@ def _synchronous(policy: Autoregressive | Speculative, replay: Replay, system: S
     return Expectation(replay.num_tokens(), rounds, seconds, nothing, nothing)
 
 
-def _mean_lateness_s(
+def _mean_delay_s(
     system: System, num_drafted: int, num_branches: int, num_steps: int, contexts: IntArray
 ) -> FloatArray:
-    """At each context: E[max(verify, build)] - E[verify], by which a build delays the answer; 0 without branches."""
+    """At each context: by how much a build delays the answer, E[max(verify, build)] - E[verify], or all of it where
+    nothing overlaps. 0 without branches."""
     if num_branches == 0:
         return np.zeros(len(contexts))
     knots = np.unique(np.linspace(contexts.min(), contexts.max(), NUM_CONTEXT_KNOTS).astype(int))
-    lateness = []
+    delays = []
     for context in knots:
         verify = system.samples_s(Lane.TARGET, Operation.VERIFY, num_drafted + 1, context, beside=True)
         build = system.build_samples_s(num_drafted, num_branches, num_steps, context)
-        lateness.append(mean_of_maximum(verify, build) - verify.mean())
-    return np.interp(contexts, knots, lateness)
+        delays.append(mean_of_maximum(verify, build) - verify.mean() if system.overlaps else build.mean())
+    return np.interp(contexts, knots, delays)
 
 
 class _SideTables:
@@ -145,28 +146,28 @@ class _SideTables:
         self.usual_times = self._times(self.num_drafted, replay.contexts)
 
     def _times(self, num_drafted: int, contexts: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Waiting for a speculation (contexts), verification alone and beside a build (2, contexts), lateness of the
+        """Waiting for a speculation (contexts), verification alone and beside a build (2, contexts), delay by the
         build (budgets, contexts)."""
         drafted_in_the_open = num_drafted if self.source is Source.MISS else 0
         wait_s = self.host_s + _draft_s(self.system, drafted_in_the_open, contexts)
         verify_s = [_verify_s(self.system, num_drafted, contexts, beside=beside) for beside in (False, True)]
-        lateness_s = [
-            _mean_lateness_s(self.system, num_drafted, int(budget), self.num_steps, contexts) for budget in self.budgets
+        delay_s = [
+            _mean_delay_s(self.system, num_drafted, int(budget), self.num_steps, contexts) for budget in self.budgets
         ]
-        return wait_s, np.stack(verify_s), np.stack(lateness_s)
+        return wait_s, np.stack(verify_s), np.stack(delay_s)
 
     def times(self, emitted: int) -> tuple[FloatArray, FloatArray]:
-        """Mean of waiting for the speculation and verifying it, and mean lateness of the build beside it."""
+        """Mean of waiting for the speculation and verifying it, and mean delay by its build."""
         num_drafted, contexts = self.replay.room_for(self.num_drafted, emitted), self.replay.context(emitted)
         if num_drafted == self.num_drafted:
             at = contexts - self.replay.first_context
-            wait_s, verify_s, lateness_s = (table[..., at] for table in self.usual_times)
+            wait_s, verify_s, delay_s = (table[..., at] for table in self.usual_times)
         else:
-            wait_s, verify_s, lateness_s = self._times(num_drafted, contexts)
+            wait_s, verify_s, delay_s = self._times(num_drafted, contexts)
         if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
             return wait_s + verify_s[:1], np.zeros((1, len(contexts)))
         builds = (self.budgets > 0).astype(int)
-        return (wait_s + verify_s[builds])[self.budget_of], lateness_s[self.budget_of]
+        return (wait_s + verify_s[builds])[self.budget_of], delay_s[self.budget_of]
 
     def hit(self, k: int, num_drafted: int, position: int) -> FloatArray:
         """Hit probability after k acceptances out of `num_drafted`."""
@@ -196,7 +197,7 @@ def _speculative_speculative(
             num_drafted = replay.room_for(tables[side].num_drafted, i)
             if num_drafted not in counts:
                 counts[num_drafted] = replay.accept_counts(i, num_drafted)
-            round_s, lateness_s = tables[side].times(i)
+            round_s, delay_s = tables[side].times(i)
             goes_on = np.zeros(shape)
             for k, (probability, continues) in enumerate(counts[num_drafted]):
                 weight = probability * continues
@@ -209,6 +210,6 @@ def _speculative_speculative(
                     hits[side] += hit
             rounds += here
             lookups[side] += goes_on
-            seconds += here * round_s + goes_on * lateness_s
+            seconds += here * round_s + (goes_on if system.overlaps else here) * delay_s
     num_tokens = replay.num_tokens()
     return [Expectation(num_tokens, rounds[j], seconds[j], lookups[:, j], hits[:, j]) for j in range(len(policies))]

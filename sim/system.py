@@ -44,7 +44,8 @@ def host_term(policy: Policy, source: Source) -> HostTerm:
 class System:
     """Latency of each operation alone, slow-down of each lane while the other works, host times, agreement.
 
-    `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. `identity` says which pair,
+    `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. Where the roles do not
+    overlap, a build runs before the verification and nothing is ever busy beside anything. `identity` says which pair,
     device and library versions it holds for.
     """
 
@@ -53,14 +54,17 @@ class System:
     host_s: Mapping[HostTerm, float]
     agreement: Agreement
     identity: dict[str, Any]
+    overlaps: bool = True
 
     def mean_s(self, lane: Lane, operation: Operation, num_tokens: int, context: Any, *, beside: bool) -> FloatArray:
         """Mean duration at the contexts given; `beside` means while the other lane works."""
-        return self.latency[lane, operation].mean_s(num_tokens, context) * (self.contention[lane] if beside else 1.0)
+        return self.latency[lane, operation].mean_s(num_tokens, context) * (
+            self.contention[lane] if beside and self.overlaps else 1.0
+        )
 
     def samples_s(self, lane: Lane, operation: Operation, num_tokens: int, context: int, *, beside: bool) -> FloatArray:
         """(num_residuals,) equally likely durations."""
-        slowdown = self.contention[lane] if beside else 1.0
+        slowdown = self.contention[lane] if beside and self.overlaps else 1.0
         return self.latency[lane, operation].samples_s(num_tokens, context) * slowdown
 
     def draft_samples_s(self, num_drafted: int, context: int) -> FloatArray:
@@ -69,11 +73,11 @@ class System:
         return table.sum_samples_s(1, context + np.arange(num_drafted))
 
     def build_samples_s(self, num_drafted: int, num_branches: int, num_steps: int, context: int) -> FloatArray:
-        """Equally likely durations of a build beside the verification of `num_drafted` draft tokens."""
-        glue = self.samples_s(Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, beside=True)
+        """Equally likely durations of the build that goes with the verification of `num_drafted` draft tokens."""
+        glue = self.latency[Lane.DRAFT, Operation.GLUE].samples_s(num_drafted + 1, context)
         slots = context + num_drafted + 1 + num_branches * np.arange(num_steps)
         steps = self.latency[Lane.DRAFT, Operation.TREE_STEP].sum_samples_s(num_branches, slots)
-        return sum_of_independent([steps * self.contention[Lane.DRAFT], glue])
+        return sum_of_independent([steps, glue]) * (self.contention[Lane.DRAFT] if self.overlaps else 1.0)
 
     def write(self, path: Path) -> None:
         """Write `path` (JSON) and, beside it, an agreement record as `<stem>.agreement.parquet`, tied by its hash."""
@@ -82,6 +86,7 @@ class System:
             "identity": self.identity,
             "agreement": _write_agreement(self.agreement, path.with_suffix(".agreement.parquet")),
             "host_s": {term.value: value for term, value in self.host_s.items()},
+            "overlaps": self.overlaps,
             "contention": {lane.value: value for lane, value in self.contention.items()},
             "latency": self.latency.to_dict(),
         }
@@ -100,7 +105,7 @@ class System:
             raise BadInput(
                 f"{path}: schema", f"must be {SCHEMA}", data.get("schema") if isinstance(data, dict) else data
             )
-        missing = {"identity", "agreement", "host_s", "contention", "latency"} - data.keys()
+        missing = {"identity", "agreement", "host_s", "contention", "latency", "overlaps"} - data.keys()
         if missing:
             raise BadInput(f"{path}: {min(missing)}", "this key is missing")
         return cls(
@@ -109,6 +114,7 @@ class System:
             host_s={HostTerm(term): float(value) for term, value in data["host_s"].items()},
             agreement=_read_agreement(data["agreement"], path),
             identity=data["identity"],
+            overlaps=data["overlaps"],
         )
 
 

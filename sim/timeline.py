@@ -132,10 +132,13 @@ class Timeline:
                 yield from self._draft(sequence, num_drafted)
             yield self.env.timeout(self._host_s(source))
             num_branches = sum(policy.fan_out(source)) if sequence.remaining > 1 else 0
-            context, index = sequence.context, sequence.num_rounds
+            place = (sequence.context, sequence.num_rounds)  # taken now: the round may end before its build
+            build = self._build(sequence, policy.speculation_length, num_drafted, num_branches, *place)
+            if not self.system.overlaps:
+                yield from build
             replies.put(num_drafted)
-            if num_branches:
-                yield from self._build(sequence, policy.speculation_length, num_drafted, num_branches, context, index)
+            if self.system.overlaps:
+                yield from build
 
     # ------------------------------------------------------------------------------------------------ operations
 
@@ -169,6 +172,8 @@ class Timeline:
     def _build(
         self, sequence: _Decoding, num_steps: int, num_drafted: int, num_branches: int, context: int, index: int
     ) -> Process:
+        if num_branches == 0:
+            return
         yield from self._work(sequence, Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, index, beside=True)
         for step in range(num_steps):
             slots = context + num_drafted + 1 + step * num_branches

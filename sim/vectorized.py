@@ -69,7 +69,10 @@ class _Run:
             goes_on = k + 1 < left
             verify_s, build_s = self.times.round(self.noise, side, num_drafted, prompt, emitted)
             rounds += np.bincount(prompt, minlength=num_prompts)
-            took = np.where(goes_on, np.maximum(verify_s, build_s), verify_s)
+            if self.system.overlaps:
+                took = np.where(goes_on, np.maximum(verify_s, build_s), verify_s)
+            else:
+                took = verify_s + build_s
             if is_ssd:
                 position = np.minimum(emitted + k, self.replay.longest - 1)
                 law = hit_laws[side, k, (k == num_drafted).astype(int), prompt, position]
@@ -178,7 +181,8 @@ class _Times:
         verify_s = self.verify_s[place] * self.residuals[noise.integers(len(self.residuals), size=len(prompt))]
         if self.build_s.shape[-1] == 1:
             return verify_s, np.zeros(len(prompt))
-        verify_s[beside] *= self.system.contention[Lane.TARGET]
+        if self.system.overlaps:
+            verify_s[beside] *= self.system.contention[Lane.TARGET]
         return verify_s, beside * self.build_s[(*place, noise.integers(NUM_OF_SUM, size=len(prompt)))]
 
     def before_verification(

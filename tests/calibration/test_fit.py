@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,9 +26,9 @@ POLICIES = [
 CONTEXTS = (0, 64)
 
 
-def known_system() -> System:
+def known_system(*, overlaps: bool = True) -> System:
     record = record_of(*markov(2), num_prompts=24, length=24, seed=5)
-    return system_of(
+    system = system_of(
         record,
         verify_s=0.010,
         verify_per_token_s=0.0007,
@@ -35,8 +37,10 @@ def known_system() -> System:
         tree_step_s=0.0024,
         host_s=0.0003,
         residuals=tuple(np.random.default_rng(3).lognormal(0, 0.05, 40)),
-        contention=1.06,
+        contention=1.06 if overlaps else 1.0,
     )
+    concurrency = "processes" if overlaps else "serial"
+    return replace(system, identity={"pair": "toy", "concurrency": concurrency}, overlaps=overlaps)
 
 
 def samples_of(system: System, num_blocks: int, seed: int, drift: float = 0.0) -> list[LatencySample]:
@@ -73,8 +77,9 @@ def test_a_known_system_is_recovered():
         assert fitted.host_s[term] == pytest.approx(0.0003, abs=2e-5)
 
 
-def test_the_fitted_system_predicts_what_the_true_one_does():
-    system = known_system()
+@pytest.mark.parametrize("overlaps", [True, False], ids=["processes", "serial"])
+def test_the_fitted_system_predicts_what_the_true_one_does(overlaps):
+    system = known_system(overlaps=overlaps)
     fitted = fit(profile_of(system, samples_of(system, num_blocks=60, seed=2)))
     workload = workload_of(system.agreement)
     for policy in POLICIES:
@@ -86,7 +91,7 @@ def test_without_the_host_times_the_prediction_is_worse():
     """Negative control: the host term is not decoration."""
     system = known_system()
     fitted = fit(profile_of(system, samples_of(system, num_blocks=60, seed=2)))
-    hostless = System(fitted.latency, fitted.contention, dict.fromkeys(HostTerm, 0.0), fitted.agreement, {})
+    hostless = replace(fitted, host_s=dict.fromkeys(HostTerm, 0.0))
     workload = workload_of(system.agreement)
     truth = predict(POLICIES[0], workload, system).tokens_per_s.value
     errors = [abs(predict(POLICIES[0], workload, s).tokens_per_s.value / truth - 1) for s in (fitted, hostless)]
@@ -98,7 +103,7 @@ def test_one_wild_sample_in_a_hundred_does_not_move_the_fit():
     samples = samples_of(system, num_blocks=100, seed=1)
     wild = list(samples)
     first = wild[0]
-    wild[0] = LatencySample(*(getattr(first, name) for name in first.__slots__[:-1]), first.duration_s * 50)
+    wild[0] = replace(first, duration_s=first.duration_s * 50)
     key = (first.lane, first.operation)
     means = [fit(profile_of(system, s)).latency[key].mean_s(first.num_tokens, first.context) for s in (samples, wild)]
     assert means[1] == pytest.approx(means[0], rel=0.01)

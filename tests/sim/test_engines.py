@@ -93,6 +93,16 @@ def test_a_build_longer_than_the_verification_binds_the_round(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_without_overlap_every_build_is_paid_in_full(engine):
+    """25 rounds of 10 ms, a build of 7 ms before each but one whose end is sure, 6 ms of drafting before the first."""
+    record = scripted_record(1.0, num_prompts=1, length=1 + 4 * 24 + 1)
+    times = {"verify_s": 0.010, "draft_step_s": 0.002, "glue_s": 0.001, "tree_step_s": 0.002}
+    serial = replace(system_of(record, contention=1.5, **times), overlaps=False)
+    prediction = predict(ssd(3, 1), workload_of(record), serial, engine=engine)
+    assert prediction.tokens_per_s.value == pytest.approx(97 / (25 * 0.010 + 24 * 0.007 + 0.006))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", [Autoregressive(), Speculative(3), ssd(3, 2), ssd(2, 1, Fallback.NONE)])
 def test_doubling_all_times_halves_throughput(engine, policy):
     record = record_of(*markov(3), num_prompts=10, length=16, seed=4)
@@ -173,7 +183,7 @@ def systems(draw):
     record = record_of(*markov(seed), num_prompts=12, length=draw(st.integers(2, 20)), seed=seed + 1)
     milliseconds = st.floats(0.1, 20).map(lambda value: value / 1000)
     spread = draw(st.floats(0, 0.5))
-    return system_of(
+    system = system_of(
         record,
         verify_s=draw(milliseconds),
         verify_per_token_s=draw(milliseconds) / 10,
@@ -184,6 +194,7 @@ def systems(draw):
         residuals=(1 - spread, 1.0, 1 + spread),
         contention=draw(st.floats(1, 1.5)),
     )
+    return replace(system, overlaps=draw(st.booleans()))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,0 +1,252 @@
+"""The report: the answer first, then the tables behind it, then what it does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from calibration.profile import flattened
+
+Interval = Mapping[str, Any]  # value, low, high; a bound is None where there is no interval
+
+FIGURES = (
+    ("end_to_end_tokens_per_s", "end-to-end tokens/s", 1.0, ".1f"),
+    ("mean_acceptance_length", "emitted / round (mean acceptance length)", 1.0, ".2f"),
+    ("accepted_per_round", "accepted / round", 1.0, ".2f"),
+    ("accepted_over_drafted", "accepted / drafted, %", 100.0, ".1f"),
+    ("acceptance_rate", "acceptance rate (accepted / tested), %", 100.0, ".1f"),
+    ("hit_rate", "hit rate, %", 100.0, ".1f"),
+    ("hit_rate_after_hit", "hit rate after a hit, %", 100.0, ".1f"),
+    ("hit_rate_after_miss", "hit rate after a miss, %", 100.0, ".1f"),
+    ("overlap", "build hidden behind verification, %", 100.0, ".1f"),
+)
+
+ROUND_TIMES = (
+    ("round_s", "round"),
+    ("verify_s", "verification"),
+    ("build_s", "awaiting the build"),
+    ("lookup_s", "look-up"),
+    ("draft_s", "drafting"),
+    ("rest_s", "hand-over and host"),
+)
+
+SPEEDUPS = {"sd_over_ar": "SD over AR", "ssd_over_ar": "SSD over AR", "ssd_over_sd": "SSD over SD"}
+
+DEFINITIONS = """\
+- **tokens/s**: decode only. Tokens that rounds emitted over decode time, totals over totals; the prefill and the token
+  that it emits are left out. *End-to-end tokens/s* includes both.
+- **speed-up**: ratio of two policies' tokens/s on the same prompts.
+- **intervals**: 95 % bootstraps over prompts, paired for ratios. A prediction's interval holds the spread of the
+  calibration prompts, not the uncertainty of the latencies.
+- **repeat spread**: half the range of the repeats' tokens/s over their mean: how far a measurement differs from itself.
+- **error**: predicted over measured tokens/s, minus 1. Predictions come from calibration prompts, measurements from
+  test prompts.
+- **mean acceptance length**: tokens emitted per round, the bonus token included; *accepted / round* leaves it out.
+- **acceptance rate**: accepted over tested draft tokens (the accepted ones, and the one rejected).
+  *Accepted / drafted* depends on the speculation length and ranks nothing.
+- **hit rate**: look-ups whose outcome had a prepared speculation; also by the source of the round that ended with it.
+- **regret**: share of tokens/s lost by running the recommended policy and not the best of those measured.
+- **lossless**: greedy token ids equal to AR's. A *near-tie flip* departs from them only where the target's two best
+  logits are tied within rounding."""
+
+NOT_MODELLED = """\
+- Batches of more than one sequence, load and queueing, and more than one placement of the two models.
+- Saguaro sampling (a down-weighted draft distribution), fallbacks other than `draft` and `none`, abandoning a late
+  build.
+- GPUs: nothing here was measured on one.
+- Latency outside the profiled widths and contexts is refused, not extrapolated."""
+
+
+def answer(summary: Mapping[str, Any]) -> str:
+    """The result in one sentence, with its uncertainty."""
+    rows = {row["name"]: row for row in summary["policies"]}
+    best = rows[summary["best_measured"]]
+    rate = best["measured"]["tokens_per_s"]
+    versus = _versus(best["policy"]["kind"], summary["speedups"])
+    sentence = (
+        f"{best['name']} was the fastest policy measured: {_interval(rate, '.1f')} tokens/s{versus}; "
+        f"{best['predicted']['tokens_per_s']['value']:.1f} tokens/s were predicted "
+        f"(error {100 * best['error']['tokens_per_s']:+.1f} %, "
+        f"repeats differ by ±{100 * best['measured']['repeat_spread']:.1f} %)"
+    )
+    if summary["recommended"] == summary["best_measured"]:
+        return f"{sentence}. It is the policy that was recommended."
+    lost = summary["regret"]
+    return (
+        f"{sentence}. Recommended was {summary['recommended']}, "
+        f"which lost {_interval(lost, '.1f', scale=100)} % against it."
+    )
+
+
+def _versus(kind: str, speedups: Mapping[str, Interval]) -> str:
+    names = {"ssd": ("ssd_over_ar", "ssd_over_sd"), "sd": ("sd_over_ar",), "ar": ()}[kind]
+    parts = [
+        f"{_interval(speedups[name], '.2f')} x {SPEEDUPS[name].split()[-1]}{_doubt(speedups[name])}" for name in names
+    ]
+    return f", {' and '.join(parts)}" if parts else ""
+
+
+def _doubt(speedup: Interval) -> str:
+    low, high = speedup["low"], speedup["high"]
+    if low is None or high is None:
+        return " (one prompt, no interval)"
+    return " (no significant difference)" if low <= 1 <= high else ""
+
+
+def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """`report.md`.
+
+    `summary` is the content of summary.json. `details` holds, by policy name, `measured` and `simulated` figures of
+    merit (`calibration.breakdown.figures_of_merit`) under "policies"; the engines' cross-checks under "engines"; texts
+    that differ from AR's under "differences"; the number of policies searched under "num_policies"; remarks that belong
+    beside the answer under "notes".
+    """
+    sections = [
+        f"# {manifest['settings']['name']}: AR, SD and SSD, predicted and measured",
+        answer(summary),
+        *_warnings(summary, details),
+        "## Predicted against measured",
+        _table(*policy_rows(summary)),
+        f"The search compared {details['num_policies']} policies on the calibration prompts. "
+        f"Regret of the recommendation: {_interval(summary['regret'], '.1f', scale=100)} %.",
+        "![Predicted against measured](figures/predicted_against_measured.svg)",
+        "## Speed-ups, measured",
+        _table(
+            ["", "speed-up", ""],
+            [[SPEEDUPS[n], _interval(s, ".3f"), _doubt(s).strip(" ()")] for n, s in summary["speedups"].items()],
+        ),
+        "## Lossless",
+        _lossless(summary["lossless"], details["differences"]),
+        "## Acceptance and hits",
+        _figures_table(summary, details),
+        "## Where a round's time goes",
+        "Mean milliseconds of a round, measured / simulated. During all parts but the verification the target waits.",
+        _round_time_table(summary, details),
+        "![Timeline of some rounds](figures/timeline.svg)",
+        "## Two engines",
+        "The exact recursion and the event simulation predict the same expectation; the second one samples it.",
+        _engines_table(details["engines"]),
+        "## Definitions",
+        DEFINITIONS,
+        "## Not modelled yet",
+        NOT_MODELLED,
+        "## How it was made",
+        _manifest_table(manifest),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of `summary`: one row per policy, predicted beside measured."""
+    rows = []
+    for row in summary["policies"]:
+        predicted, measured = row["predicted"], row["measured"]
+        rows.append(
+            [
+                row["name"],
+                _interval(predicted["tokens_per_s"], ".1f"),
+                _interval(measured["tokens_per_s"], ".1f"),
+                f"{100 * row['error']['tokens_per_s']:+.1f} %",
+                f"±{100 * measured['repeat_spread']:.1f} %",
+                _pair(predicted["mean_acceptance_length"], measured["mean_acceptance_length"], ".2f"),
+                _pair(predicted["hit_rate"], measured["hit_rate"], ".1f", scale=100),
+            ]
+        )
+    head = ["policy", "predicted tokens/s", "measured tokens/s", "error", "repeat spread"]
+    return [*head, "emitted / round, predicted / measured", "hit rate %, predicted / measured"], rows
+
+
+def _warnings(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
+    warnings = [f"**Note:** {note}" for note in details["notes"]]
+    lossless = summary["lossless"]
+    if lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]:
+        warnings.insert(0, "**Not lossless: some texts differ from AR's beyond rounding; see below.**")
+    return warnings
+
+
+def _lossless(lossless: Mapping[str, int] | None, differences: Sequence[Mapping[str, Any]]) -> str:
+    if lossless is None:
+        return "At temperature > 0 the texts have the same law, not the same tokens; the test suite checks the law."
+    lines = [
+        f"{lossless['identical']} of {lossless['prompts']} prompts gave the same tokens under every policy and repeat; "
+        f"{lossless['near_tie_flips']} differ at a tie within rounding."
+    ]
+    lines += [f"- {d['policy']}, prompt {d['prompt']}: {_departure(d)}" for d in differences]
+    return "\n".join(lines)
+
+
+def _departure(difference: Mapping[str, Any]) -> str:
+    if difference["gap"] is None:
+        return "ends at another token"
+    return f"departs at token {difference['position']}, top-2 logit gap {difference['gap']:.2g}"
+
+
+def _figures_table(summary: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    names = [row["name"] for row in summary["policies"]]
+    rows = [
+        [title, *(_interval(details["policies"][name]["measured"][key], spec, scale=scale) for name in names)]
+        for key, title, scale, spec in FIGURES
+    ]
+    rows.append(["survival by position, %", *(_percents(details["policies"][n]["measured"]) for n in names)])
+    return _table(["measured", *names], rows)
+
+
+def _percents(figures: Mapping[str, Any]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in figures["survival_by_position"]) or "-"
+
+
+def _round_time_table(summary: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    rows = []
+    for row in summary["policies"]:
+        both = [details["policies"][row["name"]][kind]["round_time"] for kind in ("measured", "simulated")]
+        rows.append([row["name"], *(" / ".join(_milliseconds(times, key) for times in both) for key, _ in ROUND_TIMES)])
+    return _table(["policy", *(title for _, title in ROUND_TIMES)], rows)
+
+
+def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:
+    return "-" if times is None else f"{1e3 * times[key]:.2f}"
+
+
+def _engines_table(engines: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            engine["name"],
+            f"{engine['exact_tokens_per_s']:.2f}",
+            f"{engine['des_tokens_per_s']:.2f} ± {engine['standard_error']:.2f}",
+            f"{100 * engine['relative_difference']:+.2f} %",
+            f"{engine['z']:+.1f}",
+        ]
+        for engine in engines
+    ]
+    head = ["policy", "recursion, tokens/s", "event simulation, tokens/s", "difference", "in standard errors"]
+    return _table(head, rows)
+
+
+def _manifest_table(manifest: Mapping[str, Any]) -> str:
+    rows = [["date", str(manifest["date"])]]
+    for part in ("identity", "settings"):
+        rows += [[f"{part}: {key}", str(value)] for key, value in flattened(manifest[part]).items()]
+    rows += [[f"time of stage: {name}", f"{seconds:.1f} s"] for name, seconds in manifest["durations_s"].items()]
+    return _table(["what", "value"], rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- Markdown
+
+
+def _interval(estimate: Interval | None, spec: str, *, scale: float = 1.0) -> str:
+    if estimate is None or estimate["value"] is None:
+        return "-"
+    value, low, high = (None if estimate[key] is None else scale * estimate[key] for key in ("value", "low", "high"))
+    if low is None or high is None:
+        return f"{value:{spec}} (one prompt, no interval)"
+    return f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"
+
+
+def _pair(predicted: Interval | None, measured: Interval | None, spec: str, *, scale: float = 1.0) -> str:
+    values = (None if e is None else e["value"] for e in (predicted, measured))
+    return " / ".join("-" if value is None else f"{scale * value:{spec}}" for value in values)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [list(head), ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)

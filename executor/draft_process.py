@@ -1,0 +1,167 @@
+"""The draft role in a process of its own, and the messages between the two."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from executor.draft_service import DraftService
+from executor.pairs import Pair
+from executor.sequence import Request
+from executor.speculation_cache import Speculation
+from sim.errors import BadInput
+from sim.policy import Speculative, SpeculativeSpeculative
+from sim.trace import Outcome, Source, Span
+
+_STOP_TIMEOUT_S = 5.0
+
+
+class DraftFailed(RuntimeError):
+    """The draft process raised an exception (its traceback is in the message) or died."""
+
+
+class ProcessDraft:
+    """The draft role in a child process: the child answers an outcome, then builds while the caller verifies."""
+
+    def __init__(self, pair: Pair, dtype: str, core: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child_end = context.Pipe()
+        self.process = context.Process(target=serve, args=(child_end, pair, dtype, core), daemon=True, name="draft")
+        self.process.start()
+        child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
+        self.placement: dict[str, int] = {}
+
+    def wait_until_loaded(self) -> None:
+        """The child has loaded its model; `placement` is what it read back about itself."""
+        self.placement = self.result()
+
+    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
+        self.start("begin", policy, request)
+
+    def wait(self) -> None:
+        self.result()
+
+    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
+        self._send(_ROUND + _REQUEST.pack(outcome.num_accepted, outcome.bonus_token, remaining))
+        return _unpack_speculation(self._receive())
+
+    def spans(self) -> list[Span]:
+        self.start("spans")
+        return self.result()
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Have the child call a method of its draft service; `result` waits for what it gives."""
+        self._send(_CALL + pickle.dumps((method, args, kwargs)))
+
+    def is_done(self) -> bool:
+        return self._connection.poll()
+
+    def result(self) -> Any:
+        return pickle.loads(self._receive())
+
+    def _send(self, message: bytes) -> None:
+        # A child that failed has said why before it closed its end: `_receive` finds that.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send_bytes(message)
+
+    def _receive(self) -> bytes:
+        try:
+            message = self._connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self.process.join(_STOP_TIMEOUT_S)
+            raise DraftFailed(f"the draft process died with exit code {self.process.exitcode}") from None
+        kind, body = message[:1], message[1:]
+        if kind == _FAULT:
+            error_type, args = pickle.loads(body)
+            raise error_type(*args)
+        return body
+
+    def close(self) -> None:
+        """End the child: it sees the end of the pipe, or is killed if it works on regardless."""
+        self._connection.close()
+        self.process.join(_STOP_TIMEOUT_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+# ----------------------------------------------------------------------------------------------------- the child
+
+_ROUND, _CALL, _ANSWER, _FAULT = b"R", b"C", b"A", b"F"
+_REQUEST = struct.Struct("<3q")  # accepted, bonus token, remaining
+_REPLY = struct.Struct("<3q")  # source, draft tokens, vocabulary (0: no distributions)
+_SOURCES = tuple(Source)
+
+
+def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
+    """Main function of the child: answer requests until the caller closes its end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; it closes the pipe
+    try:
+        threads = pin(core)
+        service = DraftService(pair.load("draft", dtype), interrupted=connection.poll)
+        _answer(connection, {"pid": os.getpid(), "core": core, "threads": threads})
+        while True:
+            _serve_one(connection, service, connection.recv_bytes())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except BadInput as error:
+        name, _, rule = str(error).partition(": ")
+        _fail(connection, BadInput, name, rule)
+    except Exception:
+        _fail(connection, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
+
+
+def _serve_one(connection: Connection, service: DraftService, message: bytes) -> None:
+    kind, body = message[:1], message[1:]
+    if kind == _ROUND:
+        num_accepted, bonus_token, remaining = _REQUEST.unpack(body)
+        speculation = service.speculate(Outcome(num_accepted, bonus_token), remaining)
+        connection.send_bytes(_ANSWER + _pack_speculation(speculation))
+        service.prepare()
+    else:
+        method, args, kwargs = pickle.loads(body)
+        _answer(connection, getattr(service, method)(*args, **kwargs))
+
+
+def _answer(connection: Connection, result: Any) -> None:
+    connection.send_bytes(_ANSWER + pickle.dumps(result))
+
+
+def _fail(connection: Connection, error_type: type[Exception], *args: str) -> None:
+    with suppress(OSError):
+        connection.send_bytes(_FAULT + pickle.dumps((error_type, args)))
+
+
+def _pack_speculation(speculation: Speculation) -> bytes:
+    probs = speculation.draft_probs
+    vocab_size = 0 if probs is None else probs.shape[-1]
+    header = _REPLY.pack(_SOURCES.index(speculation.source), len(speculation.tokens), vocab_size)
+    body = header + np.asarray(speculation.tokens, dtype=np.int64).tobytes()
+    return body if probs is None else body + probs.numpy().tobytes()
+
+
+def _unpack_speculation(body: bytes) -> Speculation:
+    source, num_tokens, vocab_size = _REPLY.unpack_from(body)
+    tokens = np.frombuffer(body, dtype=np.int64, count=num_tokens, offset=_REPLY.size)
+    probs = None
+    if vocab_size:
+        flat = np.frombuffer(bytearray(body), dtype=np.float64, offset=_REPLY.size + tokens.nbytes)
+        probs = torch.from_numpy(flat).view(num_tokens, vocab_size)
+    return Speculation(_SOURCES[source], tuple(tokens.tolist()), probs)
+
+
+def pin(core: int) -> int:
+    """Put the calling thread on one core and torch on one thread; return the number of threads, read back."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    return torch.get_num_threads()

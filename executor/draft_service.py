@@ -1,0 +1,73 @@
+"""The draft role: everything the draft model does on request, in the calling process or in a child."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from executor.drafting import Drafter
+from executor.language_model import LanguageModel
+from executor.latency_cells import DraftCell, measure_draft
+from executor.recorder import Recorder
+from executor.sequence import Request
+from executor.speculation_cache import Speculation
+from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator
+from sim.policy import Speculative, SpeculativeSpeculative
+from sim.trace import Lane, Outcome, Span
+
+
+class DraftService:
+    """Holds the draft model. `interrupted` tells an endless job that the next request has arrived."""
+
+    def __init__(self, model: LanguageModel, interrupted: Callable[[], bool]) -> None:
+        self.model = model
+        self._recorder = Recorder(Lane.DRAFT)
+        self._interrupted = interrupted
+
+    # ------------------------------------------------------------------------------------------------- decoding
+
+    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
+        """Prefill the prompt; take the draft's half of `policy`."""
+        self._recorder.begin_sequence(request.index)
+        drafter = Drafter(self.model, self._recorder, request.temperature, request.draws(), request.prompt)
+        self._speculator: Speculator
+        if isinstance(policy, Speculative):
+            self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
+        else:
+            self._speculator = CachingSpeculator(policy, drafter, self._recorder)
+
+    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
+        return self._speculator.speculate(outcome, remaining)
+
+    def prepare(self) -> None:
+        """What follows an answer while the target verifies."""
+        self._speculator.prepare()
+
+    def spans(self) -> list[Span]:
+        """The draft's spans of the sequence."""
+        return self._recorder.spans
+
+    # ------------------------------------------------------------------------------------------------ profiling
+
+    def score(self, texts: Sequence[Sequence[int]], num_rows: int) -> NDArray[np.floating]:
+        """Texts of equal length -> (num_texts, num_rows, V) logits after each of the last `num_rows` tokens."""
+        rows = self.model.with_rows(len(texts))
+        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).numpy()
+
+    def measure(self, cells: Sequence[DraftCell], num_repeats: int) -> list[Span]:
+        """Time every cell once, in the order given."""
+        return [span for cell in cells for span in measure_draft(self.model, cell, num_repeats)]
+
+    def keep_busy(self, cells: Sequence[DraftCell]) -> int:
+        """Work through `cells` again and again until the next request; return how many were done."""
+        num_done = 0
+        while not self._interrupted():
+            measure_draft(self.model, cells[num_done % len(cells)], num_repeats=1)
+            num_done += 1
+        return num_done
+
+    def answer(self) -> None:
+        """Nothing, at once: ends `keep_busy`."""

@@ -1,0 +1,37 @@
+"""Uniform random numbers that depend on what they are for, never on when they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """One random stream each: a draw that is reused for two purposes bends the emitted law."""
+
+    DRAFT = 0  # draft tokens drafted one after another
+    BRANCH = 1  # draft tokens of the branches of a build
+    ACCEPT = 2  # acceptance tests
+    RESIDUAL = 3  # bonus token after a rejection
+    BONUS = 4  # bonus token after full acceptance; the first token
+
+
+class Draws:
+    """Counter-based generator (Philox) of one sequence, keyed by the seed, the prompt and the prompt's occurrence.
+
+    The same prompt gets the same numbers wherever it stands in the workload; its second occurrence gets others.
+    """
+
+    def __init__(self, seed: int, prompt: Sequence[int], occurrence: int) -> None:
+        text = f"{seed};{occurrence};{','.join(map(str, prompt))}"
+        self._key = np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype=np.uint64)
+
+    def uniforms(self, purpose: Purpose, round_index: int, num: int) -> Tensor:
+        """(num,) float64 in [0, 1). Number i is the same for every `num`. `round_index` -1 is the prefill."""
+        generator = np.random.Philox(key=self._key, counter=[0, 0, round_index + 1, purpose])
+        return torch.from_numpy((generator.random_raw(num) >> np.uint64(11)) * 2.0**-53)

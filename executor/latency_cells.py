@@ -1,0 +1,172 @@
+"""Cells of the latency grid: one operation at one size and context, timed through the code that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from executor.drafting import Drafter
+from executor.draws import Draws
+from executor.language_model import LanguageModel
+from executor.recorder import Recorder
+from executor.sampling import draw, process
+from executor.speculation_cache import Speculation
+from executor.speculator import CachingSpeculator
+from executor.target import Target
+from sim.latency import LatencySample
+from sim.policy import Fallback, SpeculativeSpeculative, uniform_fan_out
+from sim.trace import Lane, Operation, Outcome, Source, Span
+
+SEED = 0  # of the random tokens that fill the contexts
+
+
+@dataclass(frozen=True)
+class PrefillCell:
+    """Either model: the forward pass over a prompt of `context` tokens."""
+
+    context: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class VerifyCell:
+    """Target: verification of `num_tokens` - 1 draft tokens."""
+
+    context: int
+    num_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class DraftStepCell:
+    """Draft: one step that feeds `num_tokens` tokens."""
+
+    context: int
+    num_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class BuildCell:
+    """Draft: a build beside a verification of `num_drafted` tokens; the samples of `operation` are kept."""
+
+    context: int
+    num_drafted: int
+    num_branches: int
+    num_steps: int
+    operation: Operation
+    temperature: float
+
+
+@dataclass(frozen=True)
+class LookupCell:
+    """Draft: a look-up in a speculation cache of `num_branches` outcomes."""
+
+    context: int
+    num_branches: int
+    temperature: float
+
+
+TargetCell = PrefillCell | VerifyCell
+DraftCell = PrefillCell | DraftStepCell | BuildCell | LookupCell
+
+
+def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[Span]:
+    """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
+    recorder = target.recorder
+    recorder.begin_sequence(0)
+    prompt = _tokens(cell.context, target.model.vocab_size)
+    draws = Draws(SEED, prompt, 0)
+    if isinstance(cell, PrefillCell):
+        for _ in range(1 + num_repeats):
+            target.prefill(prompt, cell.temperature, draws)
+        return recorder.spans[1:]
+    target.prefill(prompt, cell.temperature, draws)
+    recorder.begin_decoding()
+    speculation = _speculation(cell, target.model.vocab_size)
+    for _ in range(1 + num_repeats):
+        target.model.roll_back(cell.context)
+        target.verify(speculation)
+    return recorder.spans[2:]
+
+
+def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> list[Span]:
+    """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
+    recorder = Recorder(Lane.DRAFT)
+    drafter = _begin(model, recorder, cell)
+    recorder.begin_decoding()
+    kept: list[Span] = []
+    for repeat in range(1 + num_repeats):
+        recorder.spans.clear()
+        match cell:
+            case PrefillCell():
+                _begin(model, recorder, cell)
+            case DraftStepCell():
+                _draft_step(drafter, cell)
+            case BuildCell():
+                _build(drafter, cell)
+            case LookupCell():
+                _look_up(model, recorder, cell)
+        if repeat > 0:
+            kept += [span for span in recorder.spans if span.operation is _operation(cell)]
+    return kept
+
+
+def samples(spans: Iterable[Span], *, busy: bool, block: int) -> list[LatencySample]:
+    """Spans as the samples of one block."""
+    return [LatencySample(s.lane, s.operation, s.num_tokens, s.context, busy, block, s.duration_s) for s in spans]
+
+
+def _operation(cell: DraftCell) -> Operation:
+    match cell:
+        case PrefillCell():
+            return Operation.PREFILL
+        case DraftStepCell():
+            return Operation.DRAFT_STEP
+        case BuildCell():
+            return cell.operation
+        case LookupCell():
+            return Operation.LOOKUP
+
+
+def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter:
+    prompt = _tokens(cell.context, model.vocab_size)
+    return Drafter(model, recorder, cell.temperature, Draws(SEED, prompt, 0), prompt)
+
+
+def _draft_step(drafter: Drafter, cell: DraftStepCell) -> None:
+    drafter.committed = list(_tokens(cell.context + cell.num_tokens, drafter.model.vocab_size))
+    drafter.model.roll_back(cell.context)
+    drafter.draft(1, Source.SYNCHRONOUS)
+
+
+def _build(drafter: Drafter, cell: BuildCell) -> None:
+    tokens = _tokens(cell.context + 1 + cell.num_drafted, drafter.model.vocab_size)
+    drafter.committed = list(tokens[: cell.context + 1])
+    fan_out = uniform_fan_out(cell.num_drafted, cell.num_branches)
+    drafter.build(tokens[cell.context + 1 :], fan_out, cell.num_steps)
+
+
+def _look_up(model: LanguageModel, recorder: Recorder, cell: LookupCell) -> None:
+    policy = SpeculativeSpeculative(1, (0, 0), (cell.num_branches,), Fallback.NONE)
+    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder)
+    speculator.speculate(Outcome(0, 0), remaining=8)
+    speculator.prepare()
+    speculator.speculate(Outcome(0, 0), remaining=7)
+
+
+def _tokens(num: int, vocab_size: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(SEED)
+    return tuple(torch.randint(vocab_size, (num,), generator=generator).tolist())
+
+
+def _speculation(cell: VerifyCell, vocab_size: int) -> Speculation:
+    num_drafted = cell.num_tokens - 1
+    if cell.temperature == 0 or num_drafted == 0:
+        return Speculation(Source.SYNCHRONOUS, _tokens(num_drafted, vocab_size))
+    generator = torch.Generator().manual_seed(SEED)
+    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), cell.temperature)
+    uniforms = torch.rand(num_drafted, generator=generator, dtype=torch.float64)
+    return Speculation(Source.SYNCHRONOUS, tuple(draw(probs, uniforms).tolist()), probs)

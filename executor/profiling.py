@@ -1,0 +1,295 @@
+"""Profiling a pair on this machine: how target and draft agree, and how long every operation takes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.concurrency import Runner
+from executor.draws import Purpose
+from executor.execute import check_room, requests
+from executor.language_model import LanguageModel
+from executor.latency_cells import (
+    BuildCell,
+    DraftCell,
+    DraftStepCell,
+    LookupCell,
+    PrefillCell,
+    TargetCell,
+    VerifyCell,
+    measure_target,
+    samples,
+)
+from executor.recorder import now_s
+from executor.sampling import by_rank, draw, process, rank
+from executor.sequence import Request
+from sim.agreement import AgreementRecord
+from sim.errors import BadInput
+from sim.latency import LatencySample
+from sim.policy import Autoregressive
+from sim.trace import Operation
+from sim.workload import Workload
+
+Progress = Callable[[int, int], None]  # done, in all
+MAX_ROWS = 32  # sequences decoded at once for an agreement record
+MIN_BLOCKS = 5
+NUM_REPEATS = 3  # kept samples of a cell per block, after one that is dropped
+
+# ------------------------------------------------------------------------------------------------------- agreement
+
+
+def measure_agreement(
+    runner: Runner, workload: Workload, seed: int = 0, num_candidates: int = 32, progress: Progress | None = None
+) -> AgreementRecord:
+    """One autoregressive run of the target per prompt, scored by the draft along the same tokens.
+
+    Prompts of equal length are decoded as one batch. They draw the random numbers that an AR run with this seed
+    draws, so the texts are AR's but for rounding. `progress` is called with the prompts done.
+    """
+    check_room(Autoregressive(), workload, runner)
+    if workload.max_new_tokens == 0:
+        raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
+    rows: dict[int, _ScoredText] = {}
+    for batch in _batches(list(requests(workload, seed))):
+        for request, scored in zip(batch, _score_batch(runner, batch), strict=True):
+            rows[request.index] = scored
+        if progress is not None:
+            progress(len(rows), len(workload.prompts))
+    texts = [rows[index] for index in range(len(workload.prompts))]
+    columns = [_columns(text, workload.temperature, num_candidates) for text in texts]
+    lengths = [len(text.tokens) for text in texts]
+    values: dict[str, Any] = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    hashes = runner.pair.hashes
+    identity = workload.identity() | {"pair": runner.pair.name, "target": hashes["target"], "draft": hashes["draft"]}
+    return AgreementRecord(
+        identity=identity | {"seed": seed},
+        prompt_length=np.array([len(prompt) for prompt in workload.prompts]),
+        stopped=np.array([text.tokens[-1] in workload.stop_ids for text in texts]),
+        prompt=np.repeat(np.arange(len(texts)), lengths),
+        position=np.concatenate([np.arange(length) for length in lengths]),
+        **values,
+    )
+
+
+@dataclass(frozen=True)
+class _ScoredText:
+    """n generated tokens and the (n, V) logits that both models gave for their positions."""
+
+    tokens: list[int]
+    target_logits: Tensor
+    draft_logits: Tensor
+
+
+def _batches(all_requests: Sequence[Request]) -> Iterator[list[Request]]:
+    by_length: dict[int, list[Request]] = defaultdict(list)
+    for request in all_requests:
+        by_length[len(request.prompt)].append(request)
+    for group in by_length.values():
+        for start in range(0, len(group), MAX_ROWS):
+            yield group[start : start + MAX_ROWS]
+
+
+def _score_batch(runner: Runner, batch: Sequence[Request]) -> list[_ScoredText]:
+    tokens, target_logits = _decode_batch(runner.target.model, batch)
+    texts = [[*request.prompt, *row[:-1]] for request, row in zip(batch, tokens.tolist(), strict=True)]
+    runner.draft.start("score", texts, num_rows=tokens.shape[1])
+    draft_logits = torch.from_numpy(runner.draft.result())
+    scored = []
+    for row, request in enumerate(batch):
+        num = _length(tokens[row].tolist(), request.stop_ids)
+        scored.append(_ScoredText(tokens[row, :num].tolist(), target_logits[row, :num], draft_logits[row, :num]))
+    return scored
+
+
+def _decode_batch(model: LanguageModel, batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    """(rows, n) tokens and (rows, n, V) logits of an autoregressive run, n as long as the longest row needs."""
+    rows = model.with_rows(len(batch))
+    draws = [request.draws() for request in batch]
+    unfed = torch.tensor([request.prompt for request in batch])
+    tokens: list[Tensor] = []
+    logits: list[Tensor] = []
+    is_open = torch.ones(len(batch), dtype=torch.bool)
+    stop_ids = torch.tensor(batch[0].stop_ids, dtype=torch.long)
+    while len(tokens) < batch[0].max_new_tokens and is_open.any():
+        logits.append(rows.append_rows(unfed, num_logits=1)[:, 0])
+        probs = process(logits[-1], batch[0].temperature)
+        if probs.isnan().any():
+            index = batch[int(probs.isnan().any(-1).long().argmax())].index
+            raise FloatingPointError(f"sequence {index}, token {len(tokens)}: the target's logits are not finite")
+        uniforms = torch.cat([d.uniforms(Purpose.BONUS, len(tokens) - 1, 1) for d in draws])
+        tokens.append(draw(probs, uniforms))
+        is_open &= ~torch.isin(tokens[-1], stop_ids)
+        unfed = tokens[-1][:, None]
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def _length(tokens: list[int], stop_ids: tuple[int, ...]) -> int:
+    stops = (position + 1 for position, token in enumerate(tokens) if token in stop_ids)
+    return next(stops, len(tokens))
+
+
+def _columns(text: _ScoredText, temperature: float, num_candidates: int) -> dict[str, Any]:
+    """The per-row columns of an `AgreementRecord`; probabilities at temperature 1 if the run was greedy."""
+    tokens = torch.tensor(text.tokens)
+    log_p = _log_probs(text.target_logits, temperature or 1.0)
+    log_q = _log_probs(text.draft_logits, temperature or 1.0)
+    top_token = by_rank(text.draft_logits, num_candidates)
+    columns = {
+        "token": tokens,
+        "log_p": log_p.gather(-1, tokens[:, None])[:, 0],
+        "log_q": log_q.gather(-1, tokens[:, None])[:, 0],
+        "rank": rank(text.draft_logits, tokens),
+        "overlap": torch.minimum(log_p, log_q).exp().sum(-1),
+        "top_token": top_token,
+        "top_p": log_p.gather(-1, top_token).exp(),
+        "top_q": log_q.gather(-1, top_token).exp(),
+    }
+    return {name: column.numpy() for name, column in columns.items()}
+
+
+def _log_probs(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def top2_gap(runner: Runner, tokens: Sequence[int]) -> float:
+    """Difference of the target's two largest logits after `tokens`, teacher-forced in one pass."""
+    model = runner.target.model
+    model.roll_back(0)
+    largest = model.append(tokens, num_logits=1)[0].topk(2).values
+    model.roll_back(0)
+    return float(largest[0] - largest[1])
+
+
+# --------------------------------------------------------------------------------------------------------- latency
+
+
+@dataclass(frozen=True)
+class LatencyGrid:
+    """What a policy search may ask for: speculation lengths up to K, numbers of branches, contexts, one temperature."""
+
+    max_speculation_length: int
+    branch_counts: tuple[int, ...]
+    contexts: tuple[int, ...]
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("branch_counts", "contexts"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise BadInput(f"latency grid: {name}", "must hold at least one number, all >= 1", values)
+        if self.max_speculation_length < 1:
+            raise BadInput("latency grid: max_speculation_length", "must be >= 1", self.max_speculation_length)
+
+    def target_cells(self) -> list[TargetCell]:
+        """The prefill and verifications of every width."""
+        T, widths = self.temperature, range(1, self.max_speculation_length + 2)
+        verifications = [VerifyCell(context, width, T) for context in self.contexts for width in widths]
+        return [*verifications, *(PrefillCell(context, T) for context in self.contexts)]
+
+    def draft_cells(self, max_positions: int) -> list[DraftCell]:
+        """The prefill, steps, glue passes of every width, and builds that span the contexts a tree step can meet.
+
+        The slots before a tree step are the context, the glue pass and the earlier branch tokens: at the smallest
+        context a build follows a glue pass of one token, elsewhere one of K + 1; one more context stands for the last
+        tree step of the largest build, as far as the models have positions.
+        """
+        K, T = self.max_speculation_length, self.temperature
+        smallest, largest = min(self.contexts), max(self.contexts)
+        usual = sorted(self.branch_counts)[len(self.branch_counts) // 2]
+        cells: list[DraftCell] = []
+        for context in self.contexts:
+            cells += [DraftStepCell(context, num_tokens, T) for num_tokens in (1, 2)]
+            cells += [BuildCell(context, num_drafted, usual, 1, Operation.GLUE, T) for num_drafted in range(K + 1)]
+            num_drafted = 0 if context == smallest else K
+            cells += [BuildCell(context, num_drafted, b, K, Operation.TREE_STEP, T) for b in self.branch_counts]
+            cells += [PrefillCell(context, T), LookupCell(context, usual, T)]
+        if smallest == largest:
+            cells += [BuildCell(largest, K, b, K, Operation.TREE_STEP, T) for b in self.branch_counts]
+        farthest = min(largest + (K - 1) * max(self.branch_counts), max_positions - K - 2)
+        if farthest > largest:
+            cells += [BuildCell(farthest, K, b, 1, Operation.TREE_STEP, T) for b in self.branch_counts]
+        return cells
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """Samples, and how many cells were timed in how many interleaved blocks."""
+
+    samples: list[LatencySample]
+    num_cells: int
+    num_blocks: int
+
+
+def measure_latency(
+    runner: Runner,
+    grid: LatencyGrid,
+    budget_s: float,
+    seed: int = 0,
+    min_blocks: int = MIN_BLOCKS,
+    progress: Progress | None = None,
+) -> LatencyProfile:
+    """Time every operation the loops use, block after block until the budget is spent, never fewer than `min_blocks`.
+
+    A block visits every cell once in shuffled order, so that drift meets all alike: the target's cells while the draft
+    is idle, the draft's while the target is idle and, where roles run side by side, both again while the other works.
+    `progress` is called after each block with the blocks done and the blocks expected.
+    """
+    target_cells, draft_cells = grid.target_cells(), grid.draft_cells(runner.pair.max_positions)
+    _check_grid(runner, target_cells, draft_cells, grid.max_speculation_length)
+    shuffle = random.Random(seed).shuffle
+    collected: list[LatencySample] = []
+    start_s, num_blocks = now_s(), 0
+    while num_blocks < min_blocks or (now_s() - start_s) * (num_blocks + 1) / num_blocks < budget_s:
+        for busy in (False, True) if runner.overlaps else (False,):
+            shuffle(target_cells)
+            shuffle(draft_cells)
+            collected += _target_block(runner, target_cells, draft_cells, busy=busy, block=num_blocks)
+            collected += _draft_block(runner, draft_cells, target_cells, busy=busy, block=num_blocks)
+        num_blocks += 1
+        if progress is not None:
+            expected = int(budget_s * num_blocks / max(now_s() - start_s, 1e-9))
+            progress(num_blocks, max(min_blocks, expected, num_blocks))
+    return LatencyProfile(collected, len(target_cells) + len(draft_cells), num_blocks)
+
+
+def _check_grid(
+    runner: Runner, target_cells: Sequence[TargetCell], draft_cells: Sequence[DraftCell], speculation_length: int
+) -> None:
+    largest = max(cell.context for cell in (*target_cells, *draft_cells))
+    needed = largest + 2 * speculation_length + 2
+    if needed > runner.pair.max_positions:
+        rule = f"with the look-ahead must fit the models' {runner.pair.max_positions} positions"
+        raise BadInput("latency grid: contexts", rule, needed)
+
+
+def _target_block(
+    runner: Runner, cells: Sequence[TargetCell], company: Sequence[DraftCell], *, busy: bool, block: int
+) -> list[LatencySample]:
+    """The target's cells; busy: while the draft builds."""
+    if busy:
+        runner.draft.start("keep_busy", [cell for cell in company if isinstance(cell, BuildCell)])
+    spans = [span for cell in cells for span in measure_target(runner.target, cell, NUM_REPEATS)]
+    if busy:
+        runner.draft.start("answer")
+        runner.draft.result()
+        runner.draft.result()
+    return samples(spans, busy=busy, block=block)
+
+
+def _draft_block(
+    runner: Runner, cells: Sequence[DraftCell], company: Sequence[TargetCell], *, busy: bool, block: int
+) -> list[LatencySample]:
+    """The draft's cells; busy: while the target verifies."""
+    runner.draft.start("measure", cells, NUM_REPEATS)
+    verifications = cycle(cell for cell in company if isinstance(cell, VerifyCell))
+    while busy and not runner.draft.is_done():
+        measure_target(runner.target, next(verifications), num_repeats=8)
+    return samples(runner.draft.result(), busy=busy, block=block)

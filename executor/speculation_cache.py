@@ -1,0 +1,49 @@
+"""What the draft prepared: a speculation for each likely outcome of the verification that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sim.trace import Outcome, Source
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Draft tokens and, at temperature > 0, the (n, V) distributions that they were drawn from."""
+
+    source: Source
+    tokens: tuple[int, ...] = ()
+    draft_probs: Tensor | None = None
+
+    def first(self, num_tokens: int) -> Speculation:
+        """Its first `num_tokens` tokens, all of them if it has fewer."""
+        probs = None if self.draft_probs is None else self.draft_probs[:num_tokens]
+        return Speculation(self.source, self.tokens[:num_tokens], probs)
+
+
+class SpeculationCache:
+    """Outcome -> speculation. Lives one round; each speculation is handed out at most once.
+
+    `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the (B,) tokens and, at
+    temperature > 0, the (B, V) distributions.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
+        self._branch = {outcome: branch for branch, outcome in enumerate(outcomes)}
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return len(self._branch)
+
+    def take(self, outcome: Outcome) -> Speculation | None:
+        """The prepared speculation, None on a miss."""
+        branch = self._branch.pop(outcome, None)
+        if branch is None:
+            return None
+        tokens = tuple(int(step_tokens[branch]) for step_tokens, _ in self._steps)
+        rows = [step_probs[branch] for _, step_probs in self._steps if step_probs is not None]
+        return Speculation(Source.HIT, tokens, torch.stack(rows) if rows else None)

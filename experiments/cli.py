@@ -1,0 +1,265 @@
+"""The `saguaro` command. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from sim.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_BAD_INPUT = 2
+EXIT_NOT_LOSSLESS = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Plan speculative and speculative speculative decoding: profile a pair, predict, choose, execute, compare.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class Engine(StrEnum):
+    """How `simulate` predicts."""
+
+    EXACT = "exact"  # expectation by recursion over the agreement record
+    VECTORIZED = "vectorized"  # the event simulation's rounds, many at once in NumPy
+    DES = "des"  # event simulation (SimPy), sampled
+
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).")]
+SystemFile = Annotated[Path, typer.Argument(metavar="SYSTEM", help="system.json, as `saguaro fit` writes it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
+Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON to standard output, everything else to the error output.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def saguaro(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(installed_version("saguaro-planner"))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def profile(
+    config_file: ConfigFile,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
+    overwrite: Overwrite = False,
+    seed: Seed = None,
+    reduced: Reduced = False,
+) -> None:
+    """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
+    from experiments.config import load_config
+    from experiments.output import output_folder
+
+    config = load_config(config_file, reduced=reduced, seed=seed)
+    out = out or Path("out") / f"{config.name}-profile"
+    with output_folder(out, overwrite=overwrite) as folder:
+        from experiments.bench import open_bench
+        from experiments.run import measure_profile
+        from experiments.stages import Stages
+
+        stages = Stages(_console(as_json=False))
+        with open_bench(config, stages) as bench:
+            measure_profile(config, bench, stages).write(folder)
+    print(f"wrote {out}")
+
+
+@app.command()
+def fit(
+    profile_folder: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder that `saguaro profile` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="The system.json to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it."""
+    from calibration.fit import fit as fit_system
+    from calibration.profile import Profile
+    from experiments.output import output_files
+
+    with output_files(out, overwrite=overwrite) as file:
+        fit_system(Profile.read(profile_folder)).write(file)
+    print(f"wrote {out}")
+
+
+@app.command()
+def simulate(
+    system_file: SystemFile,
+    policy: Annotated[
+        str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
+    ],
+    engine: Annotated[Engine, typer.Option("--engine", help="Exact expectation, or sampled runs.")] = Engine.EXACT,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled runs.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Predict one policy on the recorded prompts."""
+    from experiments.config import load_policy
+    from experiments.recorded_workload import recorded_workload
+    from sim.simulate import predict
+    from sim.system import System
+
+    wanted = load_policy(policy)
+    system = System.read(system_file)
+    workload = recorded_workload(system.agreement)
+    _print_predictions([predict(wanted, workload, system, engine=engine, seed=seed)], as_json=as_json)
+
+
+@app.command()
+def search(
+    system_file: SystemFile,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="Experiment file whose `search` section to use; else the quickstart's."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many of the best policies to print.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Rank policies by predicted tokens/s. AR and SD at every speculation length always take part."""
+    from experiments.config import QUICKSTART, load_config
+    from experiments.recorded_workload import recorded_workload
+    from experiments.run import search_space
+    from sim.search import search as search_policies
+    from sim.system import System
+
+    system = System.read(system_file)
+    space = search_space(load_config(config_file or QUICKSTART).search)
+    found = search_policies(space, recorded_workload(system.agreement), system)
+    best_of_kinds = [found.best(kind) for kind in ("ar", "sd", "ssd")]
+    shown = {prediction.policy: prediction for prediction in [*found.ranked[:top], *best_of_kinds]}
+    _print_predictions(list(shown.values()), as_json=as_json)
+    print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
+
+
+@app.command()
+def run(
+    config_file: ConfigFile,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
+    overwrite: Overwrite = False,
+    seed: Seed = None,
+    reduced: Reduced = False,
+    profile_folder: Annotated[
+        Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
+    from calibration.profile import Profile
+    from experiments.config import load_config
+    from experiments.output import output_folder
+
+    config = load_config(config_file, reduced=reduced, seed=seed)
+    earlier = Profile.read(profile_folder) if profile_folder else None
+    out = out or Path("out") / config.name
+    console = _console(as_json=as_json)
+    with output_folder(out, overwrite=overwrite) as folder:
+        from experiments.bench import open_bench
+        from experiments.run import run_experiment
+        from experiments.stages import Stages
+
+        stages = Stages(console)
+        with open_bench(config, stages) as bench:
+            summary = run_experiment(config, bench, folder, stages, earlier=earlier)
+    _print_summary(summary, console)
+    console.print(f"wrote {out / 'report.md'}", highlight=False)
+    if as_json:
+        print(json.dumps(summary, indent=1))
+    _exit_unless_lossless(summary)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on the error output and exit code 2; only bugs show a traceback."""
+    try:
+        code = app(standalone_mode=False)
+    except BadInput as error:
+        code = _fail(str(error))
+    except TyperException as error:
+        code = _fail(error.format_message())
+    except (Abort, KeyboardInterrupt):
+        print("interrupted; nothing was written", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _console(*, as_json: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([prediction.to_dict() for prediction in predictions], indent=1))
+        return
+    head = ("policy", "tokens/s", "emitted / round", "hit rate, %")
+    rows = [
+        (
+            prediction.policy.name,
+            f"{prediction.tokens_per_s:.1f}",
+            "-" if prediction.mean_acceptance_length is None else f"{prediction.mean_acceptance_length.value:.2f}",
+            "-" if prediction.hit_rate is None else f"{100 * prediction.hit_rate.value:.1f}",
+        )
+        for prediction in predictions
+    ]
+    _print_table(head, rows, _console(as_json=False))
+
+
+def _print_summary(summary: dict[str, Any], console: Console) -> None:
+    from calibration.report import answer
+
+    rows = [
+        (
+            row["name"],
+            f"{row['predicted']['tokens_per_s']['value']:.1f}",
+            "{value:.1f} [{low:.1f}, {high:.1f}]".format(**row["measured"]["tokens_per_s"]),
+            f"{100 * row['error']['tokens_per_s']:+.1f} %",
+            f"±{100 * row['measured']['repeat_spread']:.1f} %",
+        )
+        for row in summary["policies"]
+    ]
+    _print_table(("tokens/s", "predicted", "measured", "error", "repeats"), rows, console)
+    console.print(answer(summary), highlight=False, markup=False)
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """The first column, which holds names, folds where space is short."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(head[0], overflow="fold")
+    for title in head[1:]:
+        table.add_column(title, no_wrap=True, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False, markup=False)
+
+
+def _exit_unless_lossless(summary: dict[str, Any]) -> None:
+    lossless = summary["lossless"]
+    if lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]:
+        print("not lossless: some texts differ from AR's beyond rounding; see report.md", file=sys.stderr)
+        raise typer.Exit(EXIT_NOT_LOSSLESS)

@@ -1,0 +1,169 @@
+"""What an experiment's YAML file may say, and a policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from experiments.strict_yaml import Document, Keys, Section, parse_yaml, read_yaml, validate
+from sim.errors import BadInput
+from sim.policy import Fallback, Policy, policy_from_dict
+
+QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
+
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+class WorkloadConfig(Section):
+    """What is decoded. Calibration and test prompts are different prompts from different files."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_new_tokens: Annotated[int, Field(ge=2)]
+    prompt_tokens: Count
+    calibration_prompts: Annotated[int, Field(ge=5)]
+    test_prompts: Annotated[int, Field(ge=2)]
+    stop_at_end_of_text: bool = True
+
+
+class ProfileConfig(Section):
+    """What is measured before choosing. Latency is measured at every width and context."""
+
+    latency_budget_s: Annotated[float, Field(gt=0)]
+    max_speculation_length: Count
+    branch_counts: Counts
+    contexts: Counts
+    num_candidates: Annotated[int, Field(ge=16)] = 32
+    trace_prompts: Count
+
+
+class SearchConfig(Section):
+    """The policies to choose from. AR, and SD at every speculation length, always take part."""
+
+    speculation_lengths: Counts
+    budgets: Counts
+    fan_out_rules: Annotated[tuple[Literal["uniform", "geometric", "exact"], ...], Field(min_length=1)]
+    fallbacks: Annotated[tuple[Fallback, ...], Field(min_length=1)]
+
+
+class RunConfig(Section):
+    """How the chosen policies are measured. Fewer than three repeats would show no spread."""
+
+    repeats: Annotated[int, Field(ge=3)] = 3
+
+
+class ExperimentConfig(Section):
+    """One experiment, resolved."""
+
+    schema_number: Literal[1] = Field(alias="schema")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    pair: Annotated[str, Field(min_length=1)]
+    concurrency: Literal["auto", "processes", "serial"] = "auto"
+    seed: Annotated[int, Field(ge=0)] = 0
+    workload: WorkloadConfig
+    profile: ProfileConfig
+    search: SearchConfig
+    run: RunConfig = RunConfig()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the YAML file would say it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+REDUCED = "reduced"  # the section whose values replace those of the same name in a reduced run
+
+
+def load_config(path: Path, *, reduced: bool = False, seed: int | None = None) -> ExperimentConfig:
+    """Read and check an experiment file. With `reduced` its section of that name overrides the rest; so does `seed`.
+
+    The reduced settings are checked in either case. Raises `BadInput` naming the file, the line and the key.
+    """
+    document = read_yaml(path)
+    full = _checked(document.without(REDUCED))
+    small = _checked(document.merged(REDUCED))
+    config = small if reduced else full
+    if seed is None:
+        return config
+    if seed < 0:
+        raise BadInput("--seed", "must be an integer >= 0", seed)
+    return config.model_copy(update={"seed": seed})
+
+
+def _checked(document: Document) -> ExperimentConfig:
+    """Each value by itself, then those that must fit together: what the search may ask for must have been profiled."""
+    config = validate(ExperimentConfig, document)
+    profile, search, workload = config.profile, config.search, config.workload
+
+    def require(holds: bool, path: Keys, rule: str, value: object) -> None:
+        if not holds:
+            raise BadInput(document.place(path), rule, value)
+
+    longest, limit = max(search.speculation_lengths), profile.max_speculation_length
+    rule = f"must not exceed profile.max_speculation_length = {limit}"
+    require(longest <= limit, ("search", "speculation_lengths"), rule, longest)
+
+    largest, limit = max(search.budgets), max(profile.branch_counts)
+    rule = f"must not exceed the largest of profile.branch_counts = {limit}"
+    require(largest <= limit, ("search", "budgets"), rule, largest)
+
+    first, last = workload.prompt_tokens, workload.prompt_tokens + workload.max_new_tokens
+    rule = f"must span {first}..{last}, workload.prompt_tokens to prompt_tokens + max_new_tokens"
+    spans = min(profile.contexts) <= first and max(profile.contexts) >= last
+    require(spans, ("profile", "contexts"), rule, list(profile.contexts))
+
+    rule = f"must not exceed workload.calibration_prompts = {workload.calibration_prompts}"
+    fits = profile.trace_prompts <= workload.calibration_prompts
+    require(fits, ("profile", "trace_prompts"), rule, profile.trace_prompts)
+    return config
+
+
+# -------------------------------------------------------------------------------------------------------------- policy
+
+
+class AutoregressiveConfig(Section):
+    """AR."""
+
+    kind: Literal["ar"]
+
+
+class SpeculativeConfig(Section):
+    """SD."""
+
+    kind: Literal["sd"]
+    speculation_length: Annotated[int, Field(ge=0)]
+
+
+class SpeculativeSpeculativeConfig(Section):
+    """SSD."""
+
+    kind: Literal["ssd"]
+    speculation_length: Count
+    fan_out_after_hit: tuple[Annotated[int, Field(ge=0)], ...]
+    fan_out_after_miss: tuple[Annotated[int, Field(ge=0)], ...]
+    fallback: Fallback = Fallback.DRAFT
+
+
+POLICIES: Mapping[str, type[Section]] = {
+    "ar": AutoregressiveConfig,
+    "sd": SpeculativeConfig,
+    "ssd": SpeculativeSpeculativeConfig,
+}
+
+
+def load_policy(text: str) -> Policy:
+    """A policy from the name of a YAML file, or given inline such as '{"kind": "sd", "speculation_length": 4}'.
+
+    Raises `BadInput` naming the file (or `--policy`) and the key.
+    """
+    document = parse_yaml(text, "--policy") if text.lstrip().startswith("{") else read_yaml(Path(text))
+    kind = document.data.get("kind")
+    if not isinstance(kind, str) or kind not in POLICIES:
+        raise BadInput(document.place(("kind",)), f"must be one of {', '.join(POLICIES)}", kind)
+    policy = validate(POLICIES[kind], document)
+    try:
+        return policy_from_dict(policy.model_dump(mode="json"))
+    except BadInput as error:
+        raise BadInput(document.name, str(error)) from None

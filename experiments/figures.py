@@ -1,0 +1,114 @@
+"""Figures as vector files, readable in grey and without telling colours apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from sim.trace import Lane, Operation, Round, Source, Span, Trace
+
+# Lightness rises from dark to light and every operation has its own hatch.
+LOOKS: dict[Operation, tuple[str, str]] = {
+    Operation.VERIFY: ("#1f4e79", ""),
+    Operation.DRAFT_STEP: ("#d98c00", "///"),
+    Operation.GLUE: ("#8fb3d9", "..."),
+    Operation.TREE_STEP: ("#dbe8f4", ""),
+    Operation.LOOKUP: ("#000000", ""),
+}
+SOURCE_MARKS = {Source.HIT: "hit", Source.MISS: "miss", Source.FIRST: "first", Source.SYNCHRONOUS: ""}
+LANES = (Lane.DRAFT, Lane.TARGET)  # from below
+
+
+def predicted_against_measured(summary: Mapping[str, Any], path: Path) -> None:
+    """Tokens/s of every policy with 95 % intervals, the prediction beside the measurement."""
+    rows = summary["policies"]
+    figure = Figure(figsize=(1.5 + 2.2 * len(rows), 4.2), layout="constrained")
+    axes = figure.subplots()
+    for offset, kind, colour, hatch in ((-0.2, "predicted", "#dbe8f4", "///"), (0.2, "measured", "#1f4e79", "")):
+        estimates = [row[kind]["tokens_per_s"] for row in rows]
+        places = [index + offset for index in range(len(rows))]
+        values = [estimate["value"] for estimate in estimates]
+        axes.bar(places, values, 0.38, label=kind, color=colour, edgecolor="black", hatch=hatch)
+        axes.errorbar(places, values, yerr=_half_widths(estimates), fmt="none", ecolor="black", capsize=4)
+    axes.set_xticks(range(len(rows)), [_wrapped(row) for row in rows])
+    axes.set_ylabel("tokens/s, decode only")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="upper left")
+    _save(figure, path)
+
+
+def _half_widths(estimates: Sequence[Mapping[str, float | None]]) -> list[list[float]]:
+    def width(estimate: Mapping[str, float | None], bound: str) -> float:
+        edge, value = estimate[bound], estimate["value"]
+        return 0.0 if edge is None or value is None else abs(edge - value)
+
+    return [[width(estimate, bound) for estimate in estimates] for bound in ("low", "high")]
+
+
+def _wrapped(row: Mapping[str, Any]) -> str:
+    return f"{row['name'].replace(' F=', chr(10) + 'F=')}\n{100 * row['error']['tokens_per_s']:+.1f} %"
+
+
+def timeline(measured: Trace, simulated: Trace, path: Path, *, num_rounds: int = 8) -> None:
+    """The first rounds of one sequence, measured above simulated, on one scale."""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, title, trace in (
+        (upper, "measured, first rounds of test prompt", measured),
+        (lower, "simulated, first rounds of calibration prompt", simulated),
+    ):
+        _draw_rounds(axes, trace, num_rounds)
+        axes.set_title(f"{title} {_longest(trace)}", loc="left", fontsize=10)
+    lower.set_xlabel("milliseconds from the start of decoding")
+    drawn = [operation for operation in LOOKS if any(s.operation is operation for s in measured.spans)]
+    handles = [_box(0, 0, 0, operation) for operation in drawn]
+    figure.legend(handles, [operation.value for operation in drawn], loc="outside lower center", ncols=5, frameon=False)
+    _save(figure, path)
+
+
+def _draw_rounds(axes: Axes, trace: Trace, num_rounds: int) -> None:
+    index = _longest(trace)
+    rounds = [r for r in trace.rounds if r.sequence == index][:num_rounds]
+    origin_s, end_s = rounds[0].start_s, rounds[-1].end_s
+    for span in _spans_between(trace, index, origin_s, end_s):
+        left, width = 1e3 * (span.start_s - origin_s), 1e3 * span.duration_s
+        axes.add_patch(_box(left, width, LANES.index(span.lane), span.operation))
+    for r in rounds:
+        _mark_round(axes, r, origin_s)
+    axes.set_yticks(range(len(LANES)), [lane.value for lane in LANES])
+    axes.set_ylim(-0.5, len(LANES) + 0.1)
+    axes.set_xlim(left=0, right=max(axes.get_xlim()[1], 1e3 * (end_s - origin_s)))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _longest(trace: Trace) -> int:
+    return max(trace.sequences, key=lambda s: len(s.tokens)).index
+
+
+def _spans_between(trace: Trace, sequence: int, start_s: float, end_s: float) -> list[Span]:
+    inside = [s for s in trace.spans if s.sequence == sequence and s.start_s < end_s and s.end_s > start_s]
+    return [s for s in inside if s.operation in LOOKS]
+
+
+def _box(left: float, width: float, level: int, operation: Operation) -> Any:
+    from matplotlib.patches import Rectangle
+
+    colour, hatch = LOOKS[operation]
+    return Rectangle((left, level - 0.35), width, 0.7, facecolor=colour, edgecolor="black", linewidth=0.4, hatch=hatch)
+
+
+def _mark_round(axes: Axes, r: Round, origin_s: float) -> None:
+    end_ms, middle_ms = 1e3 * (r.end_s - origin_s), 1e3 * ((r.start_s + r.end_s) / 2 - origin_s)
+    axes.axvline(end_ms, color="black", linewidth=0.6, linestyle=":")
+    mark = f"{SOURCE_MARKS[r.source]} {r.num_accepted}/{r.num_drafted}".strip()
+    axes.text(middle_ms, len(LANES) - 0.5, mark, ha="center", va="bottom", fontsize=7, clip_on=True)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasSVG(figure).print_svg(str(path))

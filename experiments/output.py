@@ -1,0 +1,71 @@
+"""The output folder: appears whole or not at all, and never replaces a finished one unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sim.errors import BadInput
+
+MANIFEST = "manifest.json"  # every finished output folder holds one
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Raises `BadInput` if `path` exists and may not be replaced: asked before the work, not after it."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not overwrite:
+        raise BadInput(str(path), "already exists; give another --out or --overwrite")
+    if not _is_ours(path):
+        raise BadInput(str(path), "is not an output folder of this program and is not overwritten")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and {"schema", "record", "identity"} <= manifest.keys()
+
+
+@contextmanager
+def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind."""
+    check_free(path, overwrite=overwrite)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        yield unfinished
+        check_free(path, overwrite=overwrite)
+        if path.exists():
+            shutil.rmtree(path)
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def output_files(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A stand-in for the file `path`, in an empty folder whose files move beside `path` when the block ends."""
+    if path.exists() and not overwrite:
+        raise BadInput(str(path), "already exists; give another --out or --overwrite")
+    if path.is_dir():
+        raise BadInput(str(path), "is a folder; give the name of a file")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        yield unfinished / path.name
+        for file in unfinished.iterdir():
+            os.replace(file, path.parent / file.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

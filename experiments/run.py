@@ -1,0 +1,268 @@
+"""The whole way: profile a pair, fit the simulator, choose policies, execute them, compare with the prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from calibration.breakdown import figures_of_merit
+from calibration.fit import fit
+from calibration.profile import Profile, check_identity, check_workload, profile_manifest, prompt_hashes
+from calibration.report import report
+from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
+from experiments.bench import Bench
+from experiments.config import ExperimentConfig, SearchConfig
+from experiments.measurement import measure_interleaved
+from experiments.stages import Stages
+from sim.metrics import Estimate, speedup
+from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
+from sim.search import SearchResult, SearchSpace, search
+from sim.simulate import cross_check, simulate
+from sim.system import System
+from sim.trace import Trace
+from sim.workload import Workload
+
+SCHEMA = 1
+KINDS = ("ar", "sd", "ssd")
+FEW_PROMPTS = 10  # with fewer, prompts differ too much for the intervals to be more than rough
+Repeats = list[Trace]
+
+
+def run_experiment(
+    config: ExperimentConfig, bench: Bench, folder: Path, stages: Stages, *, earlier: Profile | None = None
+) -> dict[str, Any]:
+    """Do everything that `config` asks for, write it into `folder` and return the summary.
+
+    `earlier` is a profile to use instead of measuring one. Raises `BadInput` if it is of another pair, machine or
+    workload, or if a test prompt is among its calibration prompts.
+    """
+    test = bench.workload("test", config.workload.test_prompts)
+    if earlier:
+        check_identity(earlier.identity, bench.identity)
+    profile = earlier or measure_profile(config, bench, stages)
+    check_workload(profile.manifest, test)
+    with stages.stage("fit the simulator"):
+        system = fit(profile)
+    with stages.stage("search"):
+        found = search(search_space(config.search), test, system)
+    policies = {kind: found.best(kind).policy for kind in KINDS}
+    measured = measure_policies(config, list(policies.values()), bench, test, stages)
+    with stages.stage("check the texts"):
+        lossless = compare_texts(measured, list(policies.values()), bench, test)
+    with stages.stage("compare"):
+        comparisons = [compare(found.best(kind), traces) for kind, traces in zip(KINDS, measured, strict=True)]
+        summary = summarize_run(comparisons, found, measured, lossless)
+        simulated = [simulate(policy, test, system, config.seed) for policy in policies.values()]
+        details = explain_run(comparisons, found, measured, simulated, lossless)
+        details["engines"] = cross_check_engines(list(policies.values()), test, system, config.seed)
+        details["notes"] = notes(config, bench.identity)
+    stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
+    manifest = run_manifest(config, bench.identity, test, profile, stages)
+    profile.write(folder / "profile")
+    system.write(folder / "system.json")
+    write_traces(folder / "traces", measured, simulated)
+    write_results(folder, summary, details, manifest, measured[-1][0], simulated[-1])
+    return summary
+
+
+# ------------------------------------------------------------------------------------------------------------- profile
+
+
+def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> Profile:
+    """Agreement record, latencies and a few short runs on calibration prompts."""
+    calibration = bench.workload("calibration", config.workload.calibration_prompts)
+    few = replace(calibration, prompts=calibration.prompts[: config.profile.trace_prompts])
+    policies = trace_policies(config)
+    before = dict(stages.durations_s)
+    with stages.reported("profile: agreement of the models") as progress:
+        agreement = bench.measure_agreement(calibration, progress)
+    with stages.reported("profile: latency of every operation") as progress:
+        latency = bench.measure_latency(progress)
+    with stages.counted("profile: short runs", len(policies) * len(few.prompts)) as advance:
+        warm_up(bench, policies, few)
+        runs = measure_interleaved(bench.execute, policies, few, repeats=1, seed=config.seed, on_sequence=advance)
+    durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
+    traces = tuple(trace for repeats in runs for trace in repeats)
+    settings = config.to_dict()
+    manifest = profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(traces))
+    return Profile(agreement, tuple(latency), traces, manifest)
+
+
+def trace_policies(config: ExperimentConfig) -> list[Policy]:
+    """AR, one SD, and SSD with each fallback: every kind of round whose host time the fit needs."""
+    K = sorted(config.search.speculation_lengths)[len(config.search.speculation_lengths) // 2]
+    budget = sorted(config.search.budgets)[len(config.search.budgets) // 2]
+    fan_out = uniform_fan_out(K, budget)
+    return [
+        Autoregressive(),
+        Speculative(K),
+        SpeculativeSpeculative(K, fan_out, fan_out, Fallback.DRAFT),
+        SpeculativeSpeculative(K, fan_out, (min(budget, config.profile.num_candidates),), Fallback.NONE),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+def search_space(config: SearchConfig) -> SearchSpace:
+    return SearchSpace(config.speculation_lengths, config.budgets, config.fan_out_rules, config.fallbacks)
+
+
+def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> None:
+    """Run every policy once, so that no first call of anything is measured."""
+    first = replace(workload, prompts=workload.prompts[:1])
+    for policy in policies:
+        bench.execute(policy, first, 0)
+
+
+def measure_policies(
+    config: ExperimentConfig, policies: list[Policy], bench: Bench, test: Workload, stages: Stages
+) -> list[Repeats]:
+    """The repeats of every policy on the test prompts."""
+    total = len(policies) * len(test.prompts) * config.run.repeats
+    with stages.counted("execute AR, SD and SSD", total) as advance:
+        warm_up(bench, policies, test)
+        return measure_interleaved(
+            bench.execute, policies, test, repeats=config.run.repeats, seed=config.seed, on_sequence=advance
+        )
+
+
+def compare_texts(
+    measured: Sequence[Repeats], policies: Sequence[Policy], bench: Bench, test: Workload
+) -> Losslessness | None:
+    """Token ids of every policy and repeat against the first AR run; None where only the law of the text is equal."""
+    if test.temperature > 0:
+        return None
+    names = [policy.name for policy in policies]
+
+    def top2_gap(prompt: int, tokens: tuple[int, ...]) -> float:
+        return bench.top2_gap(test.prompts[prompt] + tokens)
+
+    return check_losslessness(measured[0][0], dict(zip(names, measured, strict=True)), top2_gap)
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+
+
+def summarize_run(
+    comparisons: list[Comparison], found: SearchResult, measured: list[Repeats], lossless: Losslessness | None
+) -> dict[str, Any]:
+    names = [comparison.name for comparison in comparisons]
+    recommended = found.recommended.policy.name
+    return summarize(
+        comparisons,
+        recommended=recommended,
+        regret=estimate_regret(measured, names.index(recommended)),
+        lossless=lossless,
+        speedups=speedups(measured),
+    )
+
+
+def speedups(measured: Sequence[Repeats]) -> dict[str, Estimate]:
+    """Paired ratios of the measured tokens/s."""
+    ar, sd, ssd = measured
+    return {"sd_over_ar": speedup(sd, ar), "ssd_over_ar": speedup(ssd, ar), "ssd_over_sd": speedup(ssd, sd)}
+
+
+def explain_run(
+    comparisons: Sequence[Comparison],
+    found: SearchResult,
+    measured: Sequence[Repeats],
+    simulated: Sequence[Trace],
+    lossless: Losslessness | None,
+) -> dict[str, Any]:
+    """What the report shows beyond the summary (see `calibration.report.report`)."""
+    return {
+        "policies": {
+            comparison.name: {"measured": figures_of_merit(real), "simulated": figures_of_merit([virtual])}
+            for comparison, real, virtual in zip(comparisons, measured, simulated, strict=True)
+        },
+        "differences": [difference.to_dict() for difference in lossless.differences] if lossless else [],
+        "num_policies": found.num_policies,
+    }
+
+
+def cross_check_engines(
+    policies: Sequence[Policy], workload: Workload, system: System, seed: int
+) -> list[dict[str, str | float]]:
+    checks = [cross_check(policy, workload, system, seed=seed) for policy in policies]
+    return [
+        {
+            "name": check.policy.name,
+            "exact_tokens_per_s": check.exact_tokens_per_s,
+            "des_tokens_per_s": check.des_tokens_per_s,
+            "standard_error": check.standard_error,
+            "relative_difference": check.relative_difference,
+            "z": check.z,
+        }
+        for check in checks
+    ]
+
+
+def agreement_of_engines(checks: Sequence[Mapping[str, Any]]) -> str:
+    """The largest difference in one line."""
+    worst = max(checks, key=lambda check: abs(check["relative_difference"]))
+    return (
+        f"the two engines differ by at most {100 * worst['relative_difference']:+.2f} % "
+        f"({worst['z']:+.1f} standard errors; {worst['name']})"
+    )
+
+
+def notes(config: ExperimentConfig, identity: Mapping[str, Any]) -> list[str]:
+    """What a reader must know beside the answer."""
+    remarks = []
+    if identity["concurrency"] == "serial":
+        remarks.append("draft and target took turns in one process: nothing overlapped, so SSD could not gain by it.")
+    if config.workload.test_prompts < FEW_PROMPTS:
+        remarks.append(f"only {config.workload.test_prompts} test prompts: a check that all works, not a measurement.")
+    return remarks
+
+
+# --------------------------------------------------------------------------------------------------------------- write
+
+
+def run_manifest(
+    config: ExperimentConfig, identity: Mapping[str, Any], test: Workload, profile: Profile, stages: Stages
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "record": "validation",
+        "version": version("saguaro-planner"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "identity": dict(identity),
+        "workload": test.identity() | {"prompts": prompt_hashes(test)},
+        "calibration": {"date": profile.manifest["date"], "prompts": profile.manifest["workload"]["prompts"]},
+        "settings": config.to_dict(),
+        "durations_s": stages.durations_s,
+    }
+
+
+def write_traces(folder: Path, measured: Sequence[Repeats], simulated: Sequence[Trace]) -> None:
+    """`measured/<kind>/<repeat>/` and `simulated/<kind>/`."""
+    for kind, repeats, virtual in zip(KINDS, measured, simulated, strict=True):
+        virtual.write(folder / "simulated" / kind)
+        for number, trace in enumerate(repeats):
+            trace.write(folder / "measured" / kind / str(number))
+
+
+def write_results(
+    folder: Path,
+    summary: Mapping[str, Any],
+    details: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    measured: Trace,
+    simulated: Trace,
+) -> None:
+    """Figures, `report.md` and the three JSON files; the timeline shows the two traces given."""
+    from experiments.figures import predicted_against_measured, timeline
+
+    predicted_against_measured(summary, folder / "figures" / "predicted_against_measured.svg")
+    timeline(measured, simulated, folder / "figures" / "timeline.svg")
+    (folder / "report.md").write_text(report(summary, details, manifest))
+    for name, content in (("summary", summary), ("details", details), ("manifest", manifest)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1, allow_nan=False))

@@ -1,0 +1,127 @@
+"""Two processes decode what one decodes, side by side; settings are checked, and the caller is left as it was."""
+
+import itertools
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from executor.concurrency import open_runner
+from executor.execute import execute
+from executor.profiling import LatencyGrid, measure_agreement, measure_latency
+from sim.errors import BadInput
+from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
+from sim.trace import Lane, Operation
+from sim.workload import Workload
+from tests.executor.tiny_models import prompts
+
+POLICIES = [
+    Autoregressive(),
+    *(Speculative(K) for K in (1, 4)),
+    SpeculativeSpeculative(4, (2,) * 5, (3,) * 5),
+    SpeculativeSpeculative(4, (2,) * 5, (8,), Fallback.NONE),
+    SpeculativeSpeculative(1, (0, 0), (0, 0)),
+]
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny_pair):
+    before = os.sched_getaffinity(0), torch.get_num_threads()
+    with open_runner(tiny_pair, "processes", dtype="float64") as runner:
+        child = runner.draft.process
+        yield runner
+    assert not child.is_alive()
+    assert multiprocessing.active_children() == []
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
+
+
+@needs_two_cores
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_two_processes_decode_what_one_decodes(policy, temperature, two_processes, tiny_serial) -> None:
+    rules = Workload("test", prompts(3, 9), 32, temperature, stop_ids=(17,))
+    together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
+    assert together.digest() == alone.digest()
+    operations = [
+        sorted((s.sequence, s.round, s.lane, s.operation, s.num_tokens, s.context) for s in trace.spans)
+        for trace in (together, alone)
+    ]
+    # The build beside the last verification may still run when the sequence is over; it is finished and recorded too.
+    assert operations[0] == operations[1]
+
+
+@needs_two_cores
+def test_the_build_runs_beside_the_verification(two_processes) -> None:
+    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), two_processes)
+    builds = [s for s in trace.spans if s.operation in (Operation.GLUE, Operation.TREE_STEP)]
+    verifications = {(s.sequence, s.round): s for s in trace.spans if s.operation is Operation.VERIFY}
+    beside = [verifications[s.sequence, s.round] for s in builds]
+    assert any(s.start_s < v.end_s and v.start_s < s.end_s for s, v in zip(builds, beside, strict=True))
+
+
+def test_one_process_does_one_thing_at_a_time(tiny_serial) -> None:
+    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), tiny_serial)
+    assert {s.lane for s in trace.spans} == set(Lane)
+    assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(trace.spans))
+
+
+@needs_two_cores
+def test_a_runner_survives_a_failed_sequence(two_processes, tiny_serial, monkeypatch) -> None:
+    rules = Workload("test", prompts(1, 9), 12)
+    honest = two_processes.target.model.append
+    monkeypatch.setattr(
+        two_processes.target.model, "append", lambda *args, **kwargs: honest(*args, **kwargs) * torch.nan
+    )
+    with pytest.raises(FloatingPointError):
+        execute(POLICIES[3], rules, two_processes)
+    monkeypatch.undo()
+    again, alone = (execute(POLICIES[3], rules, runner) for runner in (two_processes, tiny_serial))
+    assert again.digest() == alone.digest()
+
+
+@needs_two_cores
+def test_identity_tells_what_was_read_back(two_processes, tiny_serial, tiny_pair) -> None:
+    identity = two_processes.identity()
+    assert identity["threads"] == {"target": 1, "draft": 1}
+    assert identity["pinned_cores"]["target"] != identity["pinned_cores"]["draft"]
+    assert os.sched_getaffinity(two_processes.draft.process.pid) == {identity["pinned_cores"]["draft"]}
+    assert identity["sha256"] == tiny_pair.hashes
+    assert (identity["dtype"], identity["concurrency"]) == ("float64", "processes")
+    assert tiny_serial.identity()["overlap"] == "none"
+
+
+@needs_two_cores
+def test_profiling_times_every_operation_idle_and_busy(two_processes) -> None:
+    grid = LatencyGrid(max_speculation_length=2, branch_counts=(1, 4), contexts=(8, 16))
+    profile = measure_latency(two_processes, grid, budget_s=0.0, min_blocks=2)
+    assert profile.num_blocks == 2
+    timed = {(s.lane, s.operation, s.busy) for s in profile.samples}
+    draft = (Operation.PREFILL, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP, Operation.LOOKUP)
+    operations = {(Lane.TARGET, o) for o in (Operation.PREFILL, Operation.VERIFY)} | {(Lane.DRAFT, o) for o in draft}
+    assert timed == {(*operation, busy) for operation in operations for busy in (False, True)}
+    rules = Workload("test", prompts(3, 9), 12)
+    record = measure_agreement(two_processes, rules)
+    assert record.lengths.tolist() == [12, 12, 12]
+
+
+def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        with (
+            pytest.warns(UserWarning, match="overlap: none"),
+            open_runner(self_draft_pair, "auto", dtype="float64") as runner,
+        ):
+            assert runner.concurrency == "serial"
+        with pytest.raises(BadInput, match="needs two cores"), open_runner(self_draft_pair, "processes"):
+            pass
+    finally:
+        os.sched_setaffinity(0, affinity)
+
+
+@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "bfloat16"}])
+def test_unknown_settings_are_refused(self_draft_pair, setting) -> None:
+    with pytest.raises(BadInput, match="must be one of"), open_runner(self_draft_pair, **setting):
+        pass

@@ -1,0 +1,166 @@
+"""The slot cache: blocks equal single tokens, roll-back leaves no trace, branches equal plain continuations."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from executor.forward_pass import GeneralPass, LlamaPass, forward_pass
+from executor.kv_cache import SlotCache, branch_mask, causal_mask
+from executor.language_model import LanguageModel
+from sim.errors import BadInput
+from tests.executor.tiny_models import MAX_POSITIONS, gpt2, llama
+
+FAMILIES = {"llama": llama, "gpt2": gpt2}
+TEXT = [7, 3, 99, 12, 64, 5, 5, 80, 31, 2, 17, 120]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXACT = {"rtol": 0.0, "atol": 1e-9}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request) -> LanguageModel:
+    return LanguageModel(FAMILIES[request.param](2, seed=3))
+
+
+def plain_logits(model: LanguageModel, text: list[int]) -> torch.Tensor:
+    """(n, V) from one pass of the transformers model, no cache."""
+    with torch.inference_mode():
+        return model.model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 9])
+def test_a_block_equals_one_token_at_a_time(model: LanguageModel, width: int) -> None:
+    prefix, block = TEXT[:3], TEXT[3 : 3 + width]
+    model.append(prefix)
+    together = model.append(block)
+    model.roll_back(len(prefix))
+    one_by_one = torch.cat([model.append([token]) for token in block])
+    assert torch.allclose(together, one_by_one, **EXACT)
+    assert torch.allclose(together, plain_logits(model, prefix + block)[len(prefix) :], **EXACT)
+
+
+def test_the_last_draft_token_does_not_reach_earlier_rows(model: LanguageModel) -> None:
+    model.append(TEXT[:4])
+    first = model.append([*TEXT[4:8], 1])
+    model.roll_back(4)
+    second = model.append([*TEXT[4:8], 2])
+    assert torch.equal(first[:-1], second[:-1])
+    assert not torch.allclose(first[-1], second[-1])
+
+
+@pytest.mark.parametrize("length", [0, 1, len(TEXT) - 1, len(TEXT)])
+def test_roll_back_keeps_exactly_what_it_says(model: LanguageModel, length: int) -> None:
+    model.append(TEXT)
+    model.roll_back(length)
+    assert model.length == length
+    assert model.tokens == TEXT[:length]
+    continued = model.append([11, 13])
+    assert torch.allclose(continued, plain_logits(model, [*TEXT[:length], 11, 13])[length:], **EXACT)
+
+
+@pytest.mark.parametrize("length", [-1, len(TEXT) + 1])
+def test_roll_back_beyond_the_ends_is_refused(model: LanguageModel, length: int) -> None:
+    model.append(TEXT)
+    with pytest.raises(ValueError, match="roll back"):
+        model.roll_back(length)
+    assert model.length == len(TEXT)
+
+
+def test_no_position_beyond_the_limit_is_fed(model: LanguageModel) -> None:
+    model.append([1] * (MAX_POSITIONS - 1))
+    model.append([1])
+    with pytest.raises(ValueError, match="beyond"):
+        model.append([1])
+
+
+def test_only_the_rows_asked_for_are_returned(model: LanguageModel) -> None:
+    every = model.append(TEXT)
+    model.roll_back(0)
+    assert torch.allclose(model.append(TEXT, num_logits=2), every[-2:], **EXACT)
+
+
+def test_rows_equal_solo_runs(model: LanguageModel) -> None:
+    texts = torch.tensor([TEXT, TEXT[::-1]])
+    rows = model.with_rows(2)
+    logits = torch.cat([rows.append_rows(texts[:, :5]), rows.append_rows(texts[:, 5:])], 1)
+    for text, got in zip(texts.tolist(), logits, strict=True):
+        assert torch.allclose(got, plain_logits(model, text), **EXACT)
+    assert model.length == 0
+
+
+def test_every_branch_equals_a_plain_continuation(model: LanguageModel) -> None:
+    """Branches start after 0, 1, 2 of two draft tokens and see neither the rest nor one another."""
+    prefix, drafted, num_steps = TEXT[:5], [40, 41], 3
+    starts, branch_tokens = [0, 1, 1, 2, 2], torch.tensor([[9, 8, 7], [9, 8, 7], [21, 8, 7], [22, 1, 1], [9, 0, 3]])
+    model.append(prefix + drafted)
+    positions = torch.tensor([len(prefix) + k for k in starts])
+    mask = branch_mask(positions, model.length, num_steps, model.dtype)
+    steps = []
+    for step in range(num_steps):
+        visible = mask[..., : model.length + len(starts)]
+        steps.append(model.append_branches(branch_tokens[:, step], positions + step, visible))
+    for branch, k in enumerate(starts):
+        text = prefix + drafted[:k] + branch_tokens[branch].tolist()
+        expected = plain_logits(model, text)[-num_steps:]
+        assert torch.allclose(torch.stack([logits[branch] for logits in steps]), expected, **EXACT)
+
+
+def test_the_cache_grows_beyond_its_capacity() -> None:
+    cache = SlotCache(num_layers=1, capacity=2)
+    states = torch.randn(1, 2, 7, 4)
+    for start, end in itertools.pairwise([0, 1, 3, 7]):
+        keys, values = cache.update(states[:, :, start:end], -states[:, :, start:end], 0)
+        cache.advance(end - start)
+    assert torch.equal(keys, states) and torch.equal(values, -states)
+
+
+def test_a_causal_mask_shows_the_context_and_what_came_before() -> None:
+    visible = causal_mask(3, 2, torch.float64)[0, 0] == 0
+    assert visible.tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_test_accepts_what_can_be_rolled_back(family: str) -> None:
+    model = LanguageModel(FAMILIES[family](1, seed=0))
+    model.check()
+    assert model.length == 0
+
+
+def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> None:
+    monkeypatch.setattr(SlotCache, "roll_back", lambda cache, length: None)
+    with pytest.raises(BadInput, match="rolled-back"):
+        LanguageModel(llama(1, seed=0), name="broken").check()
+
+
+def test_llama_layer_by_layer_equals_its_forward_method() -> None:
+    model = llama(2, seed=0)
+    mask, tokens, positions = causal_mask(12, 0, torch.float64), torch.tensor([TEXT]), torch.arange(12)[None]
+    with torch.inference_mode():
+        logits = [
+            one_pass(model)(tokens, positions, mask, SlotCache(2, MAX_POSITIONS), num_logits=5)
+            for one_pass in (GeneralPass, LlamaPass)
+        ]
+    assert torch.equal(*logits)
+
+
+def test_only_a_plain_llama_goes_layer_by_layer() -> None:
+    scaled = LlamaConfig(
+        vocab_size=128, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, **SHAPE
+    )
+    assert isinstance(forward_pass(llama(1, seed=0)), LlamaPass)
+    assert isinstance(forward_pass(LlamaForCausalLM(scaled)), GeneralPass)
+    assert isinstance(forward_pass(gpt2(1, seed=0)), GeneralPass)
+
+
+def test_attention_over_a_window_is_refused() -> None:
+    config = MistralConfig(vocab_size=128, sliding_window=16, **SHAPE)
+    with pytest.raises(BadInput, match="window"):
+        LanguageModel(MistralForCausalLM(config))

@@ -1,0 +1,98 @@
+"""At temperature 1 every decoder emits the target's law: whole runs on a toy vocabulary against exact enumeration."""
+
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from executor.drafting import Drafter
+from executor.draws import Draws, Purpose
+from executor.execute import execute
+from executor.sampling import process
+from sim.policy import Fallback, Speculative, SpeculativeSpeculative
+from sim.trace import Source
+from sim.workload import Workload
+from tests.executor.hash_model import HashModel, serial_runner
+
+VOCAB_SIZE = 4
+PROMPT = (1, 2)
+NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
+NUM_SEQUENCES = 1500
+LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed
+
+POLICIES = {
+    "SD": Speculative(2),
+    "SSD, every look-up hits": SpeculativeSpeculative(2, (4, 4, 4), (4, 4, 4)),
+    "SSD, every look-up misses, draft": SpeculativeSpeculative(2, (0, 0, 0), (0, 0, 0)),
+    "SSD, mixed, draft": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1)),
+    "SSD, mixed, none": SpeculativeSpeculative(2, (1, 1, 2), (2,), Fallback.NONE),
+}
+SOURCES_AFTER_THE_FIRST = {
+    "SD": {Source.SYNCHRONOUS},
+    "SSD, every look-up hits": {Source.HIT},
+    "SSD, every look-up misses, draft": {Source.MISS},
+    "SSD, mixed, draft": {Source.HIT, Source.MISS},
+    "SSD, mixed, none": {Source.HIT, Source.MISS},
+}
+
+
+def models() -> tuple[HashModel, HashModel]:
+    return HashModel(VOCAB_SIZE, seed=0), HashModel(VOCAB_SIZE, seed=0, own_seed=1, agreement=0.3)
+
+
+def run(policy):
+    rules = Workload("toy", (PROMPT,) * NUM_SEQUENCES, NUM_TOKENS, temperature=1.0)
+    return execute(policy, rules, serial_runner(*models()), seed=11)
+
+
+def p_value(trace) -> float:
+    """Chi-square test of the first three tokens against the target's law."""
+    target = models()[0]
+    observed = dict.fromkeys(itertools.product(range(VOCAB_SIZE), repeat=3), 0)
+    for sequence in trace.sequences:
+        observed[sequence.tokens[:3]] += 1
+    probabilities = []
+    for text in observed:
+        rows = [process(target.logits_after(PROMPT + text[:n]), 1.0)[text[n]] for n in range(3)]
+        probabilities.append(float(torch.stack(rows).prod()))
+    expected = torch.tensor(probabilities, dtype=torch.float64) * NUM_SEQUENCES
+    counts = torch.tensor(list(observed.values()), dtype=torch.float64)
+    # Cells that expect fewer than five are pooled.
+    rare = expected < 5
+    pooled = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected)]
+    return float(chisquare(*[x[pooled[1] > 0] for x in pooled]).pvalue)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_emitted_law_is_the_targets(name: str) -> None:
+    trace = run(POLICIES[name])
+    sources = {r.source for r in trace.rounds if r.index > 0}
+    assert sources == SOURCES_AFTER_THE_FIRST[name]
+    assert 0 < sum(r.num_accepted for r in trace.rounds) < sum(r.num_drafted for r in trace.rounds)
+    assert p_value(trace) > LEVEL
+
+
+def argmax_with_soft_q(drafter, logits, uniforms):
+    return logits.argmax(-1), process(logits, 1.0)
+
+
+def noise_of_one_purpose(draws, purpose, round_index, num):
+    return HONEST_UNIFORMS(draws, Purpose.DRAFT, round_index, num)
+
+
+HONEST_UNIFORMS = Draws.uniforms
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute", "fault"),
+    [
+        ("SD", Drafter, "_sample", argmax_with_soft_q),
+        ("SSD, every look-up hits", Drafter, "_sample", argmax_with_soft_q),
+        ("SD", Draws, "uniforms", noise_of_one_purpose),
+        ("SSD, mixed, none", Draws, "uniforms", noise_of_one_purpose),
+    ],
+)
+def test_known_faults_fail_the_test(name: str, owner, attribute, fault, monkeypatch) -> None:
+    monkeypatch.setattr(owner, attribute, fault)
+    assert p_value(run(POLICIES[name])) < LEVEL

@@ -1,0 +1,123 @@
+"""A bench without models: the simulator plays the machine, with latencies that the pipeline must recover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from experiments.config import ExperimentConfig
+from sim.agreement import AgreementRecord
+from sim.latency import LatencySample
+from sim.policy import Policy
+from sim.simulate import simulate
+from sim.system import System
+from sim.trace import Lane, Operation, Trace
+from sim.workload import Workload
+from tests.sim.toy import system_of
+
+VERIFY_S, DRAFT_STEP_S, GLUE_S, TREE_STEP_S, HOST_S = 0.010, 0.002, 0.0021, 0.0025, 0.0004
+IDENTITY = {"pair": "fake", "device": "none", "concurrency": "processes", "threads": {"target": 1, "draft": 1}}
+
+
+def greedy_record(*, num_prompts: int, length: int, prompt_length: int, seed: int) -> AgreementRecord:
+    """Greedy texts: the token stands at rank 0 of q with probability .8, else at 1 or 40."""
+    rng = np.random.default_rng(seed)
+    n = num_prompts * length
+    rank = np.where(rng.random(n) < 0.8, 0, np.where(rng.random(n) < 0.7, 1, 40))
+    top_q = np.tile(np.geomspace(0.4, 1e-5, 32), (n, 1))
+    return AgreementRecord(
+        identity={"dataset": "fake/prompts.jsonl", "temperature": 0.0, "stop_ids": [], "max_new_tokens": length},
+        prompt_length=np.full(num_prompts, prompt_length),
+        stopped=np.zeros(num_prompts, dtype=bool),
+        prompt=np.repeat(np.arange(num_prompts), length),
+        position=np.tile(np.arange(length), num_prompts),
+        token=rng.integers(0, 100, n),
+        log_p=np.zeros(n),
+        log_q=np.full(n, -1.0),
+        rank=rank,
+        overlap=np.full(n, 0.8),
+        top_token=np.tile(np.arange(32), (n, 1)),
+        top_p=np.zeros((n, 32)),
+        top_q=top_q,
+    )
+
+
+@dataclass
+class FakeBench:
+    """Prompt number i of a split is the token sequence (split, i, i, ...): the text that follows is the record's."""
+
+    config: ExperimentConfig
+    identity: dict[str, Any] = field(default_factory=lambda: dict(IDENTITY))
+    slowness: float = 1.0  # of every real run against what the profile says
+    alter: Callable[[Policy, Trace], Trace] = field(default=lambda policy, trace: trace)
+    gap: float = 1.0
+    truth: dict[str, System] = field(init=False)
+    executed: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rules = self.config.workload
+        sizes = {"calibration": rules.calibration_prompts, "test": rules.test_prompts}
+        self.truth = {
+            split: self._system(
+                greedy_record(
+                    num_prompts=size, length=rules.max_new_tokens, prompt_length=rules.prompt_tokens, seed=number
+                )
+            )
+            for number, (split, size) in enumerate(sizes.items())
+        }
+
+    def _system(self, record: AgreementRecord) -> System:
+        times = {
+            "verify_s": VERIFY_S,
+            "draft_step_s": DRAFT_STEP_S,
+            "glue_s": GLUE_S,
+            "tree_step_s": TREE_STEP_S,
+            "host_s": HOST_S,
+        }
+        return system_of(record, **{name: seconds * self.slowness for name, seconds in times.items()})
+
+    def workload(self, split: str, num_prompts: int) -> Workload:
+        rules = self.config.workload
+        number = list(self.truth).index(split)
+        return Workload(
+            dataset="fake/prompts.jsonl",
+            prompts=tuple((number, *[i] * (rules.prompt_tokens - 1)) for i in range(num_prompts)),
+            max_new_tokens=rules.max_new_tokens,
+            temperature=rules.temperature,
+        )
+
+    def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
+        split = list(self.truth)[workload.prompts[0][0]]
+        system = self.truth[split]
+        picked = system.agreement.select(np.array([prompt[1] for prompt in workload.prompts]))
+        self.executed.append((policy.name, workload.prompts[0][1]))
+        return self.alter(policy, simulate(policy, workload, replace(system, agreement=picked), seed))
+
+    def measure_agreement(self, workload: Workload, progress: Callable[[int, int], None]) -> AgreementRecord:
+        progress(1, 1)
+        return self.truth["calibration"].agreement
+
+    def measure_latency(self, progress: Callable[[int, int], None]) -> list[LatencySample]:
+        profile = self.config.profile
+        widths = range(1, profile.max_speculation_length + 2)
+        operations = [
+            (Lane.TARGET, Operation.VERIFY, widths, VERIFY_S),
+            (Lane.DRAFT, Operation.DRAFT_STEP, (1, 2), DRAFT_STEP_S),
+            (Lane.DRAFT, Operation.GLUE, widths, GLUE_S),
+            (Lane.DRAFT, Operation.TREE_STEP, profile.branch_counts, TREE_STEP_S),
+        ]
+        contexts = (1, 1000)
+        samples = [
+            LatencySample(lane, operation, width, context, busy, block, seconds)
+            for lane, operation, widths_of, seconds in operations
+            for width, context, busy, block in product(widths_of, contexts, (False, True), range(5))
+        ]
+        progress(1, 1)
+        return samples
+
+    def top2_gap(self, tokens: tuple[int, ...]) -> float:
+        return self.gap

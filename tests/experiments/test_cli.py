@@ -1,0 +1,257 @@
+"""The command line: one clear line and exit code 2 for bad input, results otherwise, and nothing heavy for `--help`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import experiments.bench
+from experiments.cli import Engine, main
+from experiments.config import QUICKSTART, load_config
+from experiments.run import measure_profile
+from experiments.stages import Stages
+from sim.policy import Policy
+from sim.simulate import ENGINES
+from sim.trace import Trace
+from tests.experiments.fake_bench import FakeBench
+
+ROOT = Path(__file__).parents[2]
+Saguaro = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def saguaro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Saguaro:
+    """Run the command in an empty folder; returns exit code, standard output, error output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["saguaro", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return exit_.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """The quickstart at its reduced size with a narrow search."""
+    config = load_config(QUICKSTART, reduced=True).to_dict()
+    config["search"] |= {"speculation_lengths": [2, 4], "budgets": [8, 16]}
+    path = tmp_path / "experiment.yaml"
+    path.write_text(json.dumps(config, indent=1))
+    return path
+
+
+@pytest.fixture
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the executor; fields of the bench can be set in the value."""
+    fields: dict[str, Any] = {}
+
+    @contextmanager
+    def open_bench(config: Any, stages: Stages) -> Iterator[FakeBench]:
+        yield FakeBench(config, **fields)
+
+    monkeypatch.setattr(experiments.bench, "open_bench", open_bench)
+    return fields
+
+
+def assert_refused(result: tuple[int, str, str], *parts: str) -> None:
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_missing_files_are_named(saguaro: Saguaro, tmp_path: Path, experiment: Path) -> None:
+    assert_refused(saguaro("run", "nowhere.yaml"), "nowhere.yaml: no such file")
+    assert_refused(saguaro("profile", "nowhere.yaml"), "nowhere.yaml: no such file")
+    assert_refused(saguaro("fit", "nowhere", "--out", "system.json"), "nowhere/manifest.json: no such file")
+    assert_refused(saguaro("simulate", "nowhere.json", "--policy", "{kind: ar}"), "nowhere.json")
+    assert_refused(saguaro("search", "nowhere.json"), "nowhere.json")
+    assert_refused(saguaro("run", experiment, "--profile", "nowhere"), "nowhere/manifest.json")
+    assert list(tmp_path.iterdir()) == [experiment]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ('"temperature"', '"temprature"', ["line 8", "workload.temprature", "did you mean workload.temperature?"]),
+        ('"max_new_tokens": 32', '"max_new_tokens": "many"', ["workload.max_new_tokens", "integer", "'many'"]),
+        ('"repeats": 3', '"repeats": 010', ["run.repeats", "integer", "'010'"]),
+        ('"pair": "stdlib"', '"pair": "nowhere"', ["pair", "'nowhere'", "stdlib"]),
+    ],
+)
+def test_bad_experiment_file_is_refused_and_nothing_written(
+    saguaro: Saguaro, tmp_path: Path, experiment: Path, old: str, new: str, parts: list[str]
+) -> None:
+    text = experiment.read_text()
+    assert old in text
+    experiment.write_text(text.replace(old, new))
+    for command in ("run", "profile"):
+        assert_refused(saguaro(command, experiment, "--out", "here"), *parts)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"experiment.yaml"}
+
+
+def test_draft_with_another_tokenizer_is_refused(saguaro: Saguaro, tmp_path: Path, experiment: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pair = tmp_path / "pair"
+    vocabularies = {"target": {"a": 0, "b": 1, "c": 2}, "draft": {"a": 0, "c": 1, "b": 2}}
+    for role, vocabulary in vocabularies.items():
+        (pair / role).mkdir(parents=True)
+        (pair / role / "config.json").write_text(json.dumps({"vocab_size": 3, "max_position_embeddings": 512}))
+        (pair / role / "model.safetensors").write_bytes(b"")
+        model = tokenizers.models.WordLevel(vocabulary, unk_token="a")
+        tokenizers.Tokenizer(model).save(str(pair / role / "tokenizer.json"))
+    experiment.write_text(experiment.read_text().replace('"stdlib"', f'"{pair}"'))
+    assert_refused(saguaro("run", experiment, "--out", "here"), "draft/tokenizer.json", "id 1", "'b'", "'c'")
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["run"], "Missing argument 'CONFIG'"),
+        (["run", "x.yaml", "--ovrwrite"], "--overwrite"),
+        (["rum"], "Did you mean 'run'"),
+        (["simulate", "s.json", "--policy", "{kind: ar}", "--engine", "magic"], "'exact', 'vectorized', 'des'"),
+        (["simulate", "s.json"], "--policy"),
+        (["simulate", "s.json", "--policy", "{kind: ar}", "--seed", "-1"], "--seed"),
+    ],
+)
+def test_misused_options_are_one_line_too(saguaro: Saguaro, arguments: list[str], part: str) -> None:
+    assert_refused(saguaro(*arguments), part)
+
+
+def test_missing_model_library_is_said(
+    saguaro: Saguaro, experiment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "executor.concurrency", None)
+    pytest.importorskip("tokenizers")
+    assert_refused(saguaro("run", experiment, "--out", "here"), "saguaro-planner[executor]")
+    assert not (tmp_path / "here").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- whole commands
+
+
+def test_run_prints_the_table_and_the_answer(
+    saguaro: Saguaro, experiment: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    code, out, err = saguaro("run", experiment)
+    assert code == 0, err
+    assert "was the fastest policy measured" in out
+    assert "search" in out and " s\n" in out  # stage times
+    folder = tmp_path / "out" / "quickstart"
+    assert (folder / "report.md").is_file()
+    summary = (folder / "summary.json").read_text()
+    assert_refused_after_output(saguaro("run", experiment), "already exists")
+    assert (folder / "summary.json").read_text() == summary
+    code, _, _ = saguaro("run", experiment, "--overwrite", "--seed", "5")
+    assert code == 0
+    assert json.loads((folder / "manifest.json").read_text())["settings"]["seed"] == 5
+
+
+def assert_refused_after_output(result: tuple[int, str, str], part: str) -> None:
+    assert result[0] == 2 and part in result[2]
+
+
+def test_json_keeps_standard_output_clean(
+    saguaro: Saguaro, experiment: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    code, out, err = saguaro("run", experiment, "--json", "--out", "here")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert "was the fastest policy measured" in err
+
+
+def test_texts_that_differ_give_another_exit_code(
+    saguaro: Saguaro, experiment: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    def corrupt(policy: Policy, trace: Trace) -> Trace:
+        if policy.name != "AR":
+            first = trace.sequences[0]
+            trace.sequences[0] = replace(first, tokens=(first.tokens[0] + 1, *first.tokens[1:]))
+        return trace
+
+    fake_machine["alter"] = corrupt
+    code, _, err = saguaro("run", experiment, "--out", "here")
+    assert code == 1
+    assert "not lossless" in err
+    assert (tmp_path / "here" / "report.md").is_file()
+
+
+def test_profile_fit_simulate_search(
+    saguaro: Saguaro, experiment: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    assert saguaro("profile", experiment, "--out", "measured")[0] == 0
+    assert saguaro("fit", "measured", "--out", "system.json")[0] == 0
+    assert_refused(saguaro("fit", "measured", "--out", "system.json"), "system.json: already exists")
+    assert saguaro("fit", "measured", "--out", "system.json", "--overwrite")[0] == 0
+    rates = {}
+    for engine in Engine:
+        policy = '{"kind": "sd", "speculation_length": 3}'
+        code, out, _ = saguaro("simulate", "system.json", "--policy", policy, "--engine", engine, "--json")
+        assert code == 0
+        rates[engine] = json.loads(out)[0]["tokens_per_s"]["value"]
+    assert all(rate == pytest.approx(rates[Engine.EXACT], rel=0.01) for rate in rates.values())
+    assert tuple(Engine) == ENGINES
+    code, out, _ = saguaro("search", "system.json", "--config", experiment, "--top", "3", "--json")
+    assert code == 0
+    found = json.loads(out)
+    values = [prediction["tokens_per_s"]["value"] for prediction in found[:3]]
+    assert values == sorted(values, reverse=True)
+    assert {"ar", "sd", "ssd"} <= {prediction["policy"]["kind"] for prediction in found}
+    code, out, _ = saguaro("search", "system.json", "--config", experiment, "--top", "3")
+    assert code == 0 and found[0]["name"] in out
+
+
+def test_profile_of_another_machine_is_refused(
+    saguaro: Saguaro, experiment: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    config = load_config(experiment)
+    measure_profile(config, FakeBench(config), Stages(Console(quiet=True))).write(tmp_path / "measured")
+    fake_machine["identity"] = {"pair": "fake", "device": "another", "concurrency": "processes", "threads": {}}
+    result = saguaro("run", experiment, "--profile", "measured", "--out", "here")
+    assert_refused(result, "device was 'none' and is 'another'", "threads.target was 1")
+    assert not (tmp_path / "here").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- light
+
+
+def test_help_and_version(saguaro: Saguaro) -> None:
+    for arguments in (["--help"], []):
+        code, out, _ = saguaro(*arguments)
+        assert code == 0
+        for command in ("profile", "fit", "simulate", "search", "run"):
+            assert command in out
+    code, out, _ = saguaro("--version")
+    assert code == 0 and out.strip()
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "pyarrow", "scipy", "matplotlib", "pydantic"]
+    script = (
+        "import sys; sys.argv = ['saguaro', '--help']\n"
+        "from experiments.cli import Engine, main\n"
+        "try: main()\n"
+        f"finally: print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"

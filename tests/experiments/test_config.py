@@ -1,0 +1,153 @@
+"""Every way of writing the experiment file wrongly gives one message with file, line, key and rule."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.config import QUICKSTART, load_config, load_policy
+from sim.errors import BadInput
+from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative, policy_from_dict
+
+TEXT = QUICKSTART.read_text()
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Path:
+    assert old in TEXT
+    path = tmp_path / "experiment.yaml"
+    path.write_text(TEXT.replace(old, new, 1))
+    return path
+
+
+def line_of(old: str) -> int:
+    return TEXT[: TEXT.index(old)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("temperature: 0.0", "temprature: 0.0", "workload.temprature: unknown key; did you mean workload.temperature?"),
+        ("repeats: 3", "repeets: 3", "run.repeets: unknown key; did you mean run.repeats?"),
+        ("seed: 0", "max_new_tokens: 8", "max_new_tokens: unknown key; did you mean workload.max_new_tokens?"),
+        ("repeats: 3", "zzz: 3", "run.zzz: unknown key; known here: repeats"),
+        ("temperature: 0.0", "temperature: hot", "workload.temperature: must be a valid number, got 'hot'"),
+        ("temperature: 0.0", "temperature: .nan", "workload.temperature: must be a valid number, got '.nan'"),
+        ("temperature: 0.0", "temperature: -1", "workload.temperature: must be greater than or equal to 0, got -1"),
+        ("seed: 0", "seed: 010", "seed: must be a valid integer, got '010'"),
+        ("seed: 0", "seed: 12:30", "seed: must be a valid integer, got '12:30'"),
+        ("seed: 0", "seed: 1e3", "seed: must be a valid integer, got 1000.0"),
+        ("seed: 0", "seed: no", "seed: must be a valid integer, got 'no'"),
+        ("seed: 0", "seed: null", "seed: must be a valid integer"),
+        ("stop_at_end_of_text: true", "stop_at_end_of_text: yes", "must be a valid boolean, got 'yes'"),
+        ("repeats: 3", "repeats: 2", "run.repeats: must be greater than or equal to 3, got 2"),
+        ("fallbacks: [draft, none]", "fallbacks: [draft, ngram]", "search.fallbacks.1: must be 'draft' or 'none'"),
+        ("fallbacks: [draft, none]", "fallbacks: draft", "search.fallbacks: must be a valid array, got 'draft'"),
+        ("fallbacks: [draft, none]", "fallbacks: []", "search.fallbacks: must have at least 1 item"),
+        ("concurrency: auto", "concurrency: threads", "concurrency: must be 'auto', 'processes' or 'serial'"),
+        ("schema: 1", "schema: 2", "schema: must be 1, got 2"),
+        ("name: quickstart", "name: ../elsewhere", "name: must match pattern"),
+        ("budgets: [4, 8", "budgets: [4, 64", "search.budgets: must not exceed the largest of profile.branch_counts"),
+        (
+            "max_speculation_length: 8",
+            "max_speculation_length: 4",
+            "must not exceed profile.max_speculation_length = 4",
+        ),
+        ("contexts: [64, 128, 192]", "contexts: [64, 128]", "profile.contexts: must span 64..192"),
+        (
+            "trace_prompts: 4",
+            "trace_prompts: 40",
+            "profile.trace_prompts: must not exceed workload.calibration_prompts",
+        ),
+        ("{max_new_tokens: 32", "{max_new_token: 32", "reduced.workload.max_new_token: unknown key; did you mean"),
+        ("{max_new_tokens: 32", "{max_new_tokens: 0", "reduced.workload.max_new_tokens: must be greater than"),
+        ("{max_new_tokens: 32", "{max_new_tokens: 320", "reduced.profile.contexts: must span 64..384"),
+    ],
+)
+def test_message_names_file_line_key_and_rule(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = changed(tmp_path, old, new)
+    with pytest.raises(BadInput) as caught:
+        load_config(path)
+    text = str(caught.value)
+    assert message in text
+    assert text.startswith(f"{path}, line ")
+    assert "\n" not in text
+
+
+def test_line_is_that_of_the_key(tmp_path: Path) -> None:
+    old = "stop_at_end_of_text: true"
+    with pytest.raises(BadInput, match=f"line {line_of(old)}: "):
+        load_config(changed(tmp_path, old, "stop_at_end_of_text: 1"))
+
+
+def test_missing_key_and_missing_section_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"experiment\.yaml: schema: this key is missing"):
+        load_config(changed(tmp_path, "schema: 1\n", ""))
+    with pytest.raises(BadInput, match=r", line \d+: workload\.prompt_tokens: this key is missing"):
+        load_config(changed(tmp_path, "  prompt_tokens: 64\n", ""))
+
+
+def test_exponent_without_a_point_is_a_number(tmp_path: Path) -> None:
+    config = load_config(changed(tmp_path, "temperature: 0.0", "temperature: 1e-3"))
+    assert config.workload.temperature == 0.001
+
+
+def test_reduced_section_applies_only_when_asked_for() -> None:
+    full, small = load_config(QUICKSTART), load_config(QUICKSTART, reduced=True)
+    assert small.workload.max_new_tokens < full.workload.max_new_tokens
+    assert small.workload.temperature == full.workload.temperature
+    assert small.search == full.search
+
+
+def test_seed_of_the_command_line_wins_even_if_it_equals_a_default(tmp_path: Path) -> None:
+    path = changed(tmp_path, "seed: 0", "seed: 7")
+    assert load_config(path).seed == 7
+    assert load_config(path, seed=0).seed == 0
+    with pytest.raises(BadInput, match="--seed: must be an integer >= 0, got -1"):
+        load_config(path, seed=-1)
+
+
+def test_resolved_settings_are_a_complete_experiment_file(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(json.dumps(config.to_dict()))  # JSON is YAML
+    assert load_config(path) == config
+
+
+# -------------------------------------------------------------------------------------------------------------- policy
+
+
+@pytest.mark.parametrize(
+    "policy", [Autoregressive(), Speculative(4), SpeculativeSpeculative(2, (3, 2, 1), (1,), "none")]
+)
+def test_policy_from_text_and_from_file(tmp_path: Path, policy) -> None:
+    text = json.dumps(policy.to_dict())
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    assert load_policy(text) == load_policy(str(path)) == policy == policy_from_dict(policy.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{kind: sd}", "--policy, line 1: speculation_length: this key is missing|--policy: speculation_length"),
+        ("{kind: sd, speculation_length: true}", "speculation_length: must be a valid integer, got True"),
+        ("{kind: sd, speculation_lenght: 4}", "did you mean speculation_length"),
+        ("{kind: sd, speculation_length: 4, speculation_length: 5}", "duplicate key"),
+        ("{kind: tree}", "kind: must be one of ar, sd, ssd, got 'tree'"),
+        ("{speculation_length: 4}", "kind: must be one of ar, sd, ssd"),
+        ("{kind: [sd]}", "kind: must be one of ar, sd, ssd"),
+        ("{", "--policy.*is not one valid YAML document"),
+        ("nowhere.yaml", "nowhere.yaml: no such file"),
+        (
+            "{kind: ssd, speculation_length: 2, fan_out_after_hit: [1, 1], fan_out_after_miss: [1, 1, 1]}",
+            "--policy: fan_out_after_hit: must have 3 entries",
+        ),
+        (
+            "{kind: ssd, speculation_length: 1, fan_out_after_hit: [1, 1], fan_out_after_miss: [1, 1], fallback: x}",
+            "fallback: must be 'draft' or 'none', got 'x'",
+        ),
+    ],
+)
+def test_bad_policy_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        load_policy(text)

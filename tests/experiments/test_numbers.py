@@ -1,0 +1,93 @@
+"""Plans from summary numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.numbers import read_numbers
+from experiments.run import search_space
+from sim.errors import BadInput
+from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
+from sim.search import search
+from sim.simulate import predict
+from sim.theory import expected_tokens_per_round, sd_speedup
+
+EXAMPLE = Path(__file__).parents[2] / "experiments" / "configs" / "from_numbers.yaml"
+NUMBERS = """
+schema: 1
+name: example
+text: {new_tokens: 400}
+acceptance: {conditional: [0.8]}
+times: {verify_ms: 10, draft_step_ms: 1}
+search: {speculation_lengths: [1, 2, 3, 4, 5, 6, 7, 8], budgets: [8], fan_out_rules: [uniform], fallbacks: [draft]}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "numbers.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_build_longer_than_the_verification_makes_the_longest_k_that_fits_the_best():
+    """Build of K tokens: 0.7 + 2.8 + 2.5 K ms beside 11.5 ms, so K = 3 is the last that hides."""
+    numbers = read_numbers(EXAMPLE)
+    found = search(search_space(numbers.search), numbers.workload, numbers.system)
+    assert found.recommended.policy.speculation_length == 3
+    best = {}
+    for prediction in found.ranked:
+        if isinstance(prediction.policy, SpeculativeSpeculative):
+            best.setdefault(prediction.policy.speculation_length, prediction.tokens_per_s.value)
+    assert best[3] > best[4] > best[5] > best[6] > best[7] > best[8]
+
+
+@pytest.mark.parametrize(("verify", "K"), [("10", 6), ("[10, 12.4, 14.8, 17.2, 19.6, 22, 24.4, 26.8, 29.2]", 3)])
+def test_best_k_of_sd_is_the_closed_form(tmp_path, verify, K):
+    """Acceptance .8, draft step .1: K = 6 if width is free, K = 3 if each token verified costs .24 steps more."""
+    numbers = read_numbers(written(tmp_path, NUMBERS.replace("verify_ms: 10", f"verify_ms: {verify}")))
+    found = search(search_space(numbers.search), numbers.workload, numbers.system)
+    assert found.best("sd").policy == Speculative(K)
+    ar = predict(Autoregressive(), numbers.workload, numbers.system).tokens_per_s.value
+    extra = 0.0 if verify == "10" else 0.24 * K
+    expected = sd_speedup(expected_tokens_per_round(0.8, K), 0.1 * K, extra)
+    assert found.best("sd").tokens_per_s.value / ar == pytest.approx(expected, rel=0.01)
+
+
+def test_cumulative_acceptance_is_the_same_as_its_conditional_form(tmp_path):
+    values = [
+        predict(Speculative(3), numbers.workload, numbers.system).tokens_per_s.value
+        for numbers in (
+            read_numbers(written(tmp_path, NUMBERS.replace("conditional: [0.8]", "conditional: [0.8, 0.5]"))),
+            read_numbers(written(tmp_path, NUMBERS.replace("conditional: [0.8]", "cumulative: [0.8, 0.4, 0.2]"))),
+        )
+    ]
+    assert values[0] == pytest.approx(values[1])
+
+
+def test_what_was_not_given_is_said(tmp_path):
+    said = " ".join(read_numbers(written(tmp_path, NUMBERS)).assumptions)
+    assert "no hit curve given" in said and "whatever K" in said and "as long as a draft step" in said
+    curve = "{after_hit: {prefactor: 0.3, exponent: 0.5}}"
+    given = NUMBERS.replace("times: {", f"hits: {curve}\ntimes: {{tree_step_ms: 1.0, ")
+    said = " ".join(read_numbers(written(tmp_path, given)).assumptions)
+    assert "no hit curve given" not in said and "as long as a draft step" not in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("conditional: [0.8]", "conditional: [1.8]", "line 5: acceptance.conditional"),
+        ("conditional: [0.8]", "cumulative: [0.5, 0.6]", "line 5: acceptance: .* must not rise"),
+        ("conditional: [0.8]", "conditional: [0.8], cumulative: [0.8]", "must hold either conditional or cumulative"),
+        ("acceptance: {conditional: [0.8]}", "acceptance: {}", "must hold either conditional or cumulative"),
+        ("verify_ms: 10", "verify: 10", "line 6: times.verify"),
+        ("verify_ms: 10", "verify_ms: [10, 12]", "must have 9 entries, for 1 to 9 tokens, got 2"),
+        ("verify_ms: 10", "verify_ms: -1", "line 6: times.verify_ms"),
+        ("draft_step_ms: 1", "draft_step_ms: no", "line 6: times.draft_step_ms"),
+    ],
+)
+def test_bad_numbers_are_named(tmp_path, old, new, message):
+    with pytest.raises(BadInput, match=message):
+        read_numbers(written(tmp_path, NUMBERS.replace(old, new)))

@@ -1,0 +1,100 @@
+"""An output appears whole or not at all, and nothing that exists is replaced unasked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.output import output_files, output_folder
+from sim.errors import BadInput
+
+MANIFEST = json.dumps({"schema": 1, "record": "validation", "identity": {}})
+
+
+def write(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(MANIFEST)
+    (folder / "result.txt").write_text(content)
+
+
+def test_folder_appears_with_its_parents(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    with output_folder(out, overwrite=False) as folder:
+        write(folder, "first")
+        assert not out.exists()
+    assert (out / "result.txt").read_text() == "first"
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_failure_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError), output_folder(out, overwrite=False) as folder:
+        write(folder, "half")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with output_folder(out, overwrite=False) as folder:
+        write(folder, "first")
+    with pytest.raises(KeyboardInterrupt), output_folder(out, overwrite=True) as folder:
+        write(folder, "half")
+        raise KeyboardInterrupt
+    assert (out / "result.txt").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_finished_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with output_folder(out, overwrite=False) as folder:
+        write(folder, "first")
+    with (
+        pytest.raises(BadInput, match="already exists; give another --out or --overwrite"),
+        output_folder(out, overwrite=False),
+    ):
+        pytest.fail("the work must not start")
+    with output_folder(out, overwrite=True) as folder:
+        (folder / "manifest.json").write_text(MANIFEST)
+    assert [path.name for path in out.iterdir()] == ["manifest.json"]  # nothing of the old content stays
+
+
+@pytest.mark.parametrize("manifest", [None, "not json", "[]", '{"name": "a web application"}'])
+def test_folder_of_something_else_is_never_replaced(tmp_path: Path, manifest: str | None) -> None:
+    out = tmp_path / "photos"
+    out.mkdir()
+    (out / "cat.jpg").write_text("")
+    if manifest is not None:
+        (out / "manifest.json").write_text(manifest)
+    with pytest.raises(BadInput, match="is not an output folder"), output_folder(out, overwrite=True):
+        pytest.fail("the work must not start")
+    assert (out / "cat.jpg").exists()
+
+
+def test_file_in_the_way_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(BadInput), output_folder(out, overwrite=overwrite):
+            pytest.fail("the work must not start")
+    with pytest.raises(BadInput, match="cannot be written"), output_folder(out / "below", overwrite=False):
+        pytest.fail("the work must not start")
+    assert out.read_text() == "precious"
+
+
+def test_empty_folder_is_used(tmp_path: Path) -> None:
+    with output_folder(tmp_path, overwrite=False) as folder:
+        write(folder, "first")
+    assert (tmp_path / "result.txt").exists()
+
+
+def test_files_move_beside_each_other(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "system.json"
+    with output_files(out, overwrite=False) as file:
+        file.write_text("{}")
+        file.with_suffix(".parquet").write_text("")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["system.json", "system.parquet"]
+    with pytest.raises(BadInput, match="already exists"), output_files(out, overwrite=False):
+        pytest.fail("the work must not start")
+    with pytest.raises(RuntimeError), output_files(out, overwrite=True) as file:
+        file.write_text("half")
+        raise RuntimeError
+    assert out.read_text() == "{}"
+    with output_files(out, overwrite=True) as file:
+        file.write_text("[]")
+    assert out.read_text() == "[]"

@@ -1,0 +1,176 @@
+"""The pipeline on a bench that obeys the simulator's own laws: it finds them, writes everything and hides nothing."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from calibration.profile import Profile
+from experiments.config import QUICKSTART, ExperimentConfig, load_config
+from experiments.measurement import join, measure_interleaved
+from experiments.run import KINDS, measure_profile, run_experiment
+from experiments.stages import Stages
+from sim.errors import BadInput
+from sim.policy import Autoregressive, Policy, Speculative
+from sim.system import System
+from sim.trace import Trace
+from tests.experiments.fake_bench import FakeBench
+
+
+@pytest.fixture(scope="module")
+def config() -> ExperimentConfig:
+    """The quickstart at its reduced size, with few policies to search."""
+    config = load_config(QUICKSTART, reduced=True)
+    small = config.search.model_copy(update={"speculation_lengths": (2, 4), "budgets": (8, 16)})
+    return config.model_copy(update={"search": small})
+
+
+def quiet() -> Stages:
+    return Stages(Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def finished(config: ExperimentConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_experiment(config, FakeBench(config), folder, quiet())
+
+
+def test_summary_has_exactly_the_published_keys(finished: tuple[Path, dict]) -> None:
+    folder, summary = finished
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    interval = {"value", "low", "high"}
+    assert summary.keys() == {
+        "schema", "policies", "recommended", "best_measured", "regret", "lossless", "speedups",
+    }  # fmt: skip
+    assert summary["schema"] == 1
+    assert [row["policy"]["kind"] for row in summary["policies"]] == list(KINDS)
+    for row in summary["policies"]:
+        assert row.keys() == {"name", "policy", "predicted", "measured", "error"}
+        figures = {"tokens_per_s", "hit_rate", "mean_acceptance_length"}
+        assert row["predicted"].keys() == figures
+        assert row["measured"].keys() == figures | {"repeats", "repeat_spread"}
+        assert row["error"].keys() == {"tokens_per_s"}
+        for figure in figures:
+            for kind in ("predicted", "measured"):
+                estimate = row[kind][figure]
+                assert estimate is None or estimate.keys() == interval
+        assert (row["measured"]["hit_rate"] is None) == (row["policy"]["kind"] != "ssd")
+    assert summary["regret"].keys() == interval
+    assert summary["lossless"].keys() == {"prompts", "identical", "near_tie_flips"}
+    assert summary["speedups"].keys() == {"sd_over_ar", "ssd_over_ar", "ssd_over_sd"}
+    assert all(speedup.keys() == interval for speedup in summary["speedups"].values())
+    names = [row["name"] for row in summary["policies"]]
+    assert summary["recommended"] in names and summary["best_measured"] in names
+
+
+def test_everything_is_written_and_can_be_read_back(finished: tuple[Path, dict], config: ExperimentConfig) -> None:
+    folder, _ = finished
+    for file in ("report.md", "manifest.json", "details.json", "system.json", "figures/timeline.svg"):
+        assert (folder / file).stat().st_size > 0
+    assert "<svg" in (folder / "figures" / "predicted_against_measured.svg").read_text()
+    Profile.read(folder / "profile")
+    System.read(folder / "system.json")
+    for kind in KINDS:
+        assert Trace.read(folder / "traces" / "simulated" / kind).rounds
+        for repeat in range(config.run.repeats):
+            trace = Trace.read(folder / "traces" / "measured" / kind / str(repeat))
+            assert len(trace.sequences) == config.workload.test_prompts
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["settings"]["workload"]["max_new_tokens"] == config.workload.max_new_tokens
+    assert not set(manifest["workload"]["prompts"]) & set(manifest["calibration"]["prompts"])
+
+
+def test_a_machine_that_obeys_the_model_is_predicted(finished: tuple[Path, dict]) -> None:
+    _, summary = finished
+    ar, sd, ssd = summary["policies"]
+    assert abs(ar["error"]["tokens_per_s"]) < 0.001  # constant times, no random outcome
+    for row in (sd, ssd):
+        assert abs(row["error"]["tokens_per_s"]) < 0.25  # four test prompts of other text
+    assert ar["measured"]["mean_acceptance_length"]["value"] == 1
+    assert summary["lossless"] == {"prompts": 4, "identical": 4, "near_tie_flips": 0}
+    assert summary["recommended"] == ssd["name"]
+
+
+def test_a_machine_slower_than_its_profile_shows_as_an_error(config: ExperimentConfig, tmp_path: Path) -> None:
+    profile = measure_profile(config, FakeBench(config), quiet())
+    summary = run_experiment(config, FakeBench(config, slowness=1.5), tmp_path, quiet(), earlier=profile)
+    assert summary["policies"][0]["error"]["tokens_per_s"] == pytest.approx(0.5, abs=0.001)
+
+
+def test_text_of_ssd_that_differs_is_counted_and_said_first(config: ExperimentConfig, tmp_path: Path) -> None:
+    def corrupt(policy: Policy, trace: Trace) -> Trace:
+        if policy.to_dict()["kind"] == "ssd":
+            first = trace.sequences[0]
+            trace.sequences[0] = replace(first, tokens=(*first.tokens[:-1], first.tokens[-1] + 1))
+        return trace
+
+    summary = run_experiment(config, FakeBench(config, alter=corrupt), tmp_path / "a", quiet())
+    assert summary["lossless"] == {"prompts": 4, "identical": 0, "near_tie_flips": 0}
+    assert "**Not lossless" in (tmp_path / "a" / "report.md").read_text().split("##")[0]
+    tied = run_experiment(config, FakeBench(config, alter=corrupt, gap=1e-5), tmp_path / "b", quiet())
+    assert tied["lossless"] == {"prompts": 4, "identical": 0, "near_tie_flips": 4}
+    assert "**Not lossless" not in (tmp_path / "b" / "report.md").read_text()
+
+
+def test_report_says_what_was_not_overlapped(config: ExperimentConfig, tmp_path: Path) -> None:
+    bench = FakeBench(config)
+    bench.identity["concurrency"] = "serial"
+    run_experiment(config, bench, tmp_path, quiet())
+    assert "nothing overlapped" in (tmp_path / "report.md").read_text().split("##")[0]
+
+
+def test_profile_of_another_pair_is_refused_before_anything_is_executed(
+    config: ExperimentConfig, tmp_path: Path
+) -> None:
+    profile = measure_profile(config, FakeBench(config), quiet())
+    other = FakeBench(config)
+    other.identity["threads"] = {"target": 2, "draft": 1}
+    with pytest.raises(BadInput, match=r"threads\.target was 1 and is 2"):
+        run_experiment(config, other, tmp_path, quiet(), earlier=profile)
+    assert not other.executed
+    assert not list(tmp_path.iterdir())
+
+
+def test_profile_under_other_rules_is_refused(config: ExperimentConfig, tmp_path: Path) -> None:
+    profile = measure_profile(config, FakeBench(config), quiet())
+    rules = config.workload.model_copy(update={"max_new_tokens": 16})
+    shorter = config.model_copy(update={"workload": rules})
+    with pytest.raises(BadInput, match=r"workload\.max_new_tokens: must be 32 as in the profile, got 16"):
+        run_experiment(shorter, FakeBench(shorter), tmp_path, quiet(), earlier=profile)
+
+
+# --------------------------------------------------------------------------------------------------------- interleaving
+
+
+def test_policies_take_turns_and_their_order_rotates(config: ExperimentConfig) -> None:
+    bench = FakeBench(config)
+    policies = [Autoregressive(), Speculative(2), Speculative(4)]
+    test = bench.workload("test", 4)
+    steps = []
+    measure_interleaved(bench.execute, policies, test, repeats=3, seed=0, on_sequence=lambda: steps.append(1))
+    assert len(steps) == len(bench.executed) == 3 * 4 * 3
+    turns = [bench.executed[i : i + 3] for i in range(0, 36, 3)]
+    for turn in turns:
+        assert {name for name, _ in turn} == {p.name for p in policies}
+        assert len({prompt for _, prompt in turn}) == 1
+    assert all(before[0][0] != after[0][0] for before, after in pairwise(turns[:4]))
+    for policy in policies:  # every policy goes first equally often
+        assert sum(turn[0][0] == policy.name for turn in turns) == 4
+
+
+def test_joined_trace_equals_one_run_over_all_prompts(config: ExperimentConfig) -> None:
+    bench = FakeBench(config)
+    test = bench.workload("test", 4)
+    whole = bench.execute(Speculative(3), test, 0)
+    parts = [bench.execute(Speculative(3), replace(test, prompts=(prompt,)), 0) for prompt in test.prompts]
+    assert join(parts).digest() == whole.digest()
+    assert len(join(parts).spans) == len(whole.spans)
+    assert join(parts[::-1]).digest() != whole.digest()
+
+
+def test_counts_of_joined_traces_add_up() -> None:
+    parts = [Trace({}, {}, meta={"producer": "executor", "num_bad_draft_rows": n}) for n in (1, 0, 2)]
+    assert join(parts).meta == {"producer": "executor", "num_bad_draft_rows": 3}
