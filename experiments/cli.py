@@ -126,27 +126,46 @@ def simulate(
 
 @app.command()
 def search(
-    system_file: SystemFile,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SYSTEM|NUMBERS",
+            help="system.json, as `saguaro fit` writes it, or a YAML file of numbers (see configs/from_numbers.yaml).",
+        ),
+    ],
     config_file: Annotated[
         Path | None,
-        typer.Option("--config", help="Experiment file whose `search` section to use; else the quickstart's."),
+        typer.Option("--config", help="Experiment file whose `search` section to use with a system.json."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many of the best policies to print.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Rank policies by predicted tokens/s. AR and SD at every speculation length always take part."""
-    from experiments.config import QUICKSTART, load_config
-    from experiments.recorded_workload import recorded_workload
+    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR."""
     from experiments.run import search_space
     from sim.search import search as search_policies
-    from sim.system import System
 
-    system = System.read(system_file)
-    space = search_space(load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, recorded_workload(system.agreement), system)
-    best_of_kinds = [found.best(kind) for kind in ("ar", "sd", "ssd")]
-    shown = {prediction.policy: prediction for prediction in [*found.ranked[:top], *best_of_kinds]}
-    _print_predictions(list(shown.values()), as_json=as_json)
+    if source.suffix in (".yaml", ".yml"):
+        from experiments.numbers import read_numbers
+
+        if config_file is not None:
+            raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
+        numbers = read_numbers(source)
+        system, workload, space = numbers.system, numbers.workload, search_space(numbers.search)
+        for assumption in numbers.assumptions:
+            print(f"assumed: {assumption}", file=sys.stderr)
+    else:
+        from experiments.config import QUICKSTART, load_config
+        from experiments.recorded_workload import recorded_workload
+        from sim.system import System
+
+        system = System.read(source)
+        workload = recorded_workload(system.agreement)
+        space = search_space(load_config(config_file or QUICKSTART).search)
+    found = search_policies(space, workload, system)
+    if as_json:
+        ranked = [prediction.to_dict() for prediction in found.ranked]
+        print(json.dumps({"num_policies": found.num_policies, "recommended": ranked[0], "ranked": ranked}, indent=1))
+        return
+    _print_predictions(found.best_of_each_length(), as_json=False)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
 
 
@@ -215,17 +234,24 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([prediction.to_dict() for prediction in predictions], indent=1))
         return
-    head = ("policy", "tokens/s", "emitted / round", "hit rate, %")
+    best = max(prediction.tokens_per_s.value for prediction in predictions)
+    head = ("policy", "tokens/s", "of the best, %", "emitted / round", "hit rate, %")
     rows = [
         (
             prediction.policy.name,
-            f"{prediction.tokens_per_s:.1f}",
+            _rate(prediction.tokens_per_s),
+            f"{100 * prediction.tokens_per_s.value / best:.1f}",
             "-" if prediction.mean_acceptance_length is None else f"{prediction.mean_acceptance_length.value:.2f}",
             "-" if prediction.hit_rate is None else f"{100 * prediction.hit_rate.value:.1f}",
         )
         for prediction in predictions
     ]
     _print_table(head, rows, _console(as_json=False))
+
+
+def _rate(estimate: Any) -> str:
+    """With its interval, where more than one text was predicted."""
+    return f"{estimate:.1f}" if estimate.n > 1 else f"{estimate.value:.1f}"
 
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:

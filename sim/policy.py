@@ -140,6 +140,8 @@ def policy_from_dict(data: dict[str, Any]) -> Policy:
     classes = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
     if kind not in classes:
         raise BadInput("policy.kind", f"must be one of {', '.join(SCHEMA_KINDS)}", kind)
+    if kind == "ssd" and fields.get("fallback", Fallback.DRAFT) not in list(Fallback):
+        raise BadInput("policy.fallback", f"must be one of {', '.join(Fallback)}", fields["fallback"])
     try:
         return classes[kind](**fields)
     except TypeError as error:

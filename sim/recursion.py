@@ -140,34 +140,33 @@ class _SideTables:
         self.num_drafted = policies[0].num_drafted(source)
         self.host_s = system.host_s[host_term(policies[0], source)]
         self.fan_out = np.array([policy.fan_out(source) for policy in policies])
-        self.budgets, self.budget_of = np.unique(self.fan_out.sum(1), return_inverse=True)
         self.fan_outs = range(int(self.fan_out.max()) + 1)
         self.laws: dict[tuple[int, bool], FloatArray] = {}
         self.usual_times = self._times(self.num_drafted, replay.contexts)
 
     def _times(self, num_drafted: int, contexts: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Waiting for a speculation (contexts), verification alone and beside a build (2, contexts), delay by the
-        build (budgets, contexts)."""
+        """Waiting for a speculation and verifying it, alone (1, contexts) and beside the build (policies, contexts);
+        delay by the build (policies, contexts)."""
         drafted_in_the_open = num_drafted if self.source is Source.MISS else 0
         wait_s = self.host_s + _draft_s(self.system, drafted_in_the_open, contexts)
         verify_s = [_verify_s(self.system, num_drafted, contexts, beside=beside) for beside in (False, True)]
-        delay_s = [
-            _mean_delay_s(self.system, num_drafted, int(budget), self.num_steps, contexts) for budget in self.budgets
-        ]
-        return wait_s, np.stack(verify_s), np.stack(delay_s)
+        # A round that the cap shortens prepares for the accept counts that it can have.
+        budgets, budget_of = np.unique(self.fan_out[:, : num_drafted + 1].sum(1), return_inverse=True)
+        delay_s = [_mean_delay_s(self.system, num_drafted, int(b), self.num_steps, contexts) for b in budgets]
+        beside_s = np.stack([verify_s[int(b > 0)] for b in budgets])
+        return wait_s + verify_s[0][None], (wait_s + beside_s)[budget_of], np.stack(delay_s)[budget_of]
 
     def times(self, emitted: int) -> tuple[FloatArray, FloatArray]:
         """Mean of waiting for the speculation and verifying it, and mean delay by its build."""
         num_drafted, contexts = self.replay.room_for(self.num_drafted, emitted), self.replay.context(emitted)
         if num_drafted == self.num_drafted:
             at = contexts - self.replay.first_context
-            wait_s, verify_s, delay_s = (table[..., at] for table in self.usual_times)
+            alone_s, beside_s, delay_s = (table[:, at] for table in self.usual_times)
         else:
-            wait_s, verify_s, delay_s = self._times(num_drafted, contexts)
+            alone_s, beside_s, delay_s = self._times(num_drafted, contexts)
         if emitted + 1 == self.replay.cap:  # the round surely ends the sequence: nothing is built beside it
-            return wait_s + verify_s[:1], np.zeros((1, len(contexts)))
-        builds = (self.budgets > 0).astype(int)
-        return (wait_s + verify_s[builds])[self.budget_of], delay_s[self.budget_of]
+            return alone_s, np.zeros_like(alone_s)
+        return beside_s, delay_s
 
     def hit(self, k: int, num_drafted: int, position: int) -> FloatArray:
         """Hit probability after k acceptances out of `num_drafted`."""

@@ -61,6 +61,13 @@ class SearchResult:
     def recommended(self) -> Prediction:
         return self.ranked[0]
 
+    def best_of_each_length(self) -> list[Prediction]:
+        """The fastest of each kind and speculation length, fastest first."""
+        first: dict[tuple[type, int], Prediction] = {}
+        for prediction in self.ranked:
+            first.setdefault((type(prediction.policy), prediction.policy.speculation_length), prediction)
+        return list(first.values())
+
     def best(self, kind: str) -> Prediction:
         """Fastest prediction of a kind: `ar`, `sd` or `ssd`."""
         return next(p for p in self.ranked if isinstance(p.policy, KINDS[kind]))

@@ -116,7 +116,7 @@ class Timeline:
         while sequence.goes_on:
             requests.put(source)
             num_drafted = yield replies.get()
-            beside = sequence.remaining > 1 and sum(policy.fan_out(source)) > 0
+            beside = sequence.num_branches(policy.fan_out(source), num_drafted) > 0
             verified = yield from self._verify(sequence, source, num_drafted, policy.fan_out(source), beside=beside)
             source = Source.HIT if verified.is_prepared else Source.MISS
         requests.put(None)
@@ -131,7 +131,7 @@ class Timeline:
             if source is not Source.HIT:
                 yield from self._draft(sequence, num_drafted)
             yield self.env.timeout(self._host_s(source))
-            num_branches = sum(policy.fan_out(source)) if sequence.remaining > 1 else 0
+            num_branches = sequence.num_branches(policy.fan_out(source), num_drafted)
             place = (sequence.context, sequence.num_rounds)  # taken now: the round may end before its build
             build = self._build(sequence, policy.speculation_length, num_drafted, num_branches, *place)
             if not self.system.overlaps:
@@ -225,6 +225,10 @@ class _Decoding:
 
     def room_for(self, num_drafted: int) -> int:
         return min(num_drafted, self.remaining - 1)
+
+    def num_branches(self, fan_out: tuple[int, ...], num_drafted: int) -> int:
+        """Branches of the build of a round: none if the round must be the last, fewer if the cap shortens it."""
+        return sum(fan_out[: num_drafted + 1]) if self.remaining > 1 else 0
 
     def commit(self, source: Source, num_drafted: int, verified: _Verified) -> None:
         now = self.timeline.env.now

@@ -131,12 +131,13 @@ class _Times:
         self.lowest, self.contexts = replay.first_context, replay.contexts
         K = policy.speculation_length
         full = [policy.num_drafted(source) for source in SOURCES]
-        branches = [sum(policy.fan_out(source)) for source in SOURCES]
-        self.builds = np.array(branches) > 0
+        fan_outs = [policy.fan_out(source) for source in SOURCES]
+        branches = np.array([[sum(fan_out[: n + 1]) for n in range(K + 1)] for fan_out in fan_outs])
+        self.builds = branches > 0
         self.residuals = np.array(system.latency[Lane.TARGET, Operation.VERIFY].residuals)
         shape = (2, K + 1, len(self.contexts))
         self.verify_s = np.full(shape, np.nan)
-        self.build_s = np.zeros((*shape, NUM_OF_SUM if max(branches) else 1))
+        self.build_s = np.zeros((*shape, NUM_OF_SUM if branches.any() else 1))
         self.draft_s = np.zeros((*shape, NUM_OF_SUM if K else 1))
         for index, most in enumerate(full):
             for num_drafted in range(most + 1):
@@ -144,9 +145,9 @@ class _Times:
                 place = (index, num_drafted, at - self.lowest)
                 table = system.latency[Lane.TARGET, Operation.VERIFY]
                 self.verify_s[place] = table.location_s(num_drafted + 1, at)
-                if branches[index]:
+                if branches[index, num_drafted]:
                     self.build_s[place] = self._over(
-                        at, partial(system.build_samples_s, num_drafted, branches[index], K)
+                        at, partial(system.build_samples_s, num_drafted, int(branches[index, num_drafted]), K)
                     )
                 if num_drafted and (index == 1 or not self.is_ssd):
                     self.draft_s[place] = self._over(at, partial(system.draft_samples_s, num_drafted))
@@ -176,7 +177,7 @@ class _Times:
         self, noise: np.random.Generator, side: IntArray, num_drafted: IntArray, prompt: IntArray, emitted: IntArray
     ) -> tuple[FloatArray, FloatArray]:
         """Durations of the verification and of the build beside it (0 without one, as in a round that must end)."""
-        beside = self.builds[side] & (emitted + 1 < self.replay.cap)
+        beside = self.builds[side, num_drafted] & (emitted + 1 < self.replay.cap)
         place = (side, num_drafted, self.replay.prompt_length[prompt] + emitted - 1 - self.lowest)
         verify_s = self.verify_s[place] * self.residuals[noise.integers(len(self.residuals), size=len(prompt))]
         if self.build_s.shape[-1] == 1:

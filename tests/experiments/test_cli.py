@@ -211,14 +211,23 @@ def test_profile_fit_simulate_search(
         rates[engine] = json.loads(out)[0]["tokens_per_s"]["value"]
     assert all(rate == pytest.approx(rates[Engine.EXACT], rel=0.01) for rate in rates.values())
     assert tuple(Engine) == ENGINES
-    code, out, _ = saguaro("search", "system.json", "--config", experiment, "--top", "3", "--json")
+    code, out, _ = saguaro("search", "system.json", "--config", experiment, "--json")
     assert code == 0
     found = json.loads(out)
-    values = [prediction["tokens_per_s"]["value"] for prediction in found[:3]]
-    assert values == sorted(values, reverse=True)
-    assert {"ar", "sd", "ssd"} <= {prediction["policy"]["kind"] for prediction in found}
-    code, out, _ = saguaro("search", "system.json", "--config", experiment, "--top", "3")
-    assert code == 0 and found[0]["name"] in out
+    ranked = found["ranked"]
+    values = [prediction["tokens_per_s"]["value"] for prediction in ranked]
+    assert values == sorted(values, reverse=True) and len(values) == found["num_policies"]
+    assert {"ar", "sd", "ssd"} <= {prediction["policy"]["kind"] for prediction in ranked}
+    assert found["recommended"] == ranked[0]
+    code, out, _ = saguaro("search", "system.json", "--config", experiment)
+    assert code == 0 and "SD K=2" in out and "SD K=4" in out and "AR" in out
+
+
+def test_search_from_numbers_says_what_it_assumed(saguaro: Saguaro) -> None:
+    example = QUICKSTART.parent / "from_numbers.yaml"
+    code, out, err = saguaro("search", example)
+    assert code == 0 and "SSD K=3" in out and "assumed: no hit curve given" in err
+    assert_refused(saguaro("search", example, "--config", QUICKSTART), "--config: goes with a system.json")
 
 
 def test_profile_of_another_machine_is_refused(
