@@ -177,15 +177,15 @@ def test_one_prompt_has_no_interval():
 
 
 def test_measured_figures_of_a_simulated_trace_match_its_expectation():
-    """500 prompts: hit rates by source and overlap of the trace against the recursion and the timeline's own times."""
-    record = record_of(*markov(1), num_prompts=500, length=20, seed=1)
+    """300 prompts: hit rates by source and overlap of the trace against the recursion and the timeline's own times."""
+    record = record_of(*markov(1), num_prompts=300, length=20, seed=1)
     system, workload = system_of(record), workload_of(record)
     policy = SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1))
     traces, expected = (
         [simulate(policy, workload, system, seed) for seed in range(4)],
         predict(policy, workload, system),
     )
-    assert metrics.hit_rate(traces).value == pytest.approx(expected.hit_rate.value, abs=0.015)
+    assert metrics.hit_rate(traces).value == pytest.approx(expected.hit_rate.value, abs=0.03)
     for source, rate in metrics.hit_rate_by_source(traces).items():
-        assert rate.value == pytest.approx(expected.hit_rate_by_source[source].value, abs=0.02)
+        assert rate.value == pytest.approx(expected.hit_rate_by_source[source].value, abs=0.03)
     assert metrics.overlap(traces).value == pytest.approx(1.0), "a build of 6 ms hides behind a verification of 10 ms"
