@@ -549,7 +549,7 @@ def write_model(model: LlamaForCausalLM, folder: Path) -> int:
     return (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 
-def package(work: Path, folder: Path) -> None:
+def package(work: Path, folder: Path, departures: str) -> None:
     """Write the pair into `folder` and print what is asked of it; exits with 1 if something is missed."""
     torch.set_num_threads(1)
     corpus = Corpus(work)
@@ -567,14 +567,16 @@ def package(work: Path, folder: Path) -> None:
     evaluation = evaluate(work, models, rows)
     checks = check(evaluation, weight_bytes)
     (folder / "evaluation.json").write_text(json.dumps(evaluation | {"weight_bytes": weight_bytes}, indent=1) + "\n")
-    (folder / "README.md").write_text(model_card(evaluation, checks, rows))
+    (folder / "README.md").write_text(model_card(evaluation, checks, rows, departures))
     for what, value, rule, met in checks:
         print(f"{'met   ' if met else 'MISSED'} {what}: {value:.3f} ({rule})")
     if not all(met for *_, met in checks):
         raise SystemExit(1)
 
 
-def model_card(evaluation: dict, checks: list[tuple[str, float, str, bool]], rows: list[dict[str, str]]) -> str:
+def model_card(
+    evaluation: dict, checks: list[tuple[str, float, str, bool]], rows: list[dict[str, str]], departures: str
+) -> str:
     corpus, training, recipes = (evaluation[key] for key in ("corpus", "training", "recipes"))
     files = {split: {row["file"] for row in rows if row["split"] == split} for split in ("calibration", "test")}
     agree, repeated = evaluation["agreement"], evaluation["repetition"]
@@ -650,6 +652,8 @@ start at zero); `distil` trains the draft again, towards the target's full distr
 A step is {tokens_a_step:,} tokens; Muon for the layers' matrices, AdamW for the rest; warm-up, then a cosine to a
 twentieth of the peak. torch {evaluation["versions"]["torch"]}, transformers {evaluation["versions"]["transformers"]}.
 
+{departures}
+
     python experiments/scripts/train_stdlib_pair.py --workers 2
     python experiments/scripts/train_stdlib_pair.py --package-only
 
@@ -686,14 +690,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that share each step, one core each")
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--draft-steps", type=int, default=2500)
-    parser.add_argument("--target-steps", type=int, default=4200)
+    parser.add_argument("--target-steps", type=int, default=2000)
     parser.add_argument("--distil-steps", type=int, default=1500)
     parser.add_argument("--stop-after", choices=["corpus", "draft", "target", "distil", "package"], default="package")
     parser.add_argument("--package-only", action="store_true", help="package the checkpoints as they are")
+    parser.add_argument("--departures", default="", help="what the card must say about how the run left the recipe")
     parser.add_argument("--pair-folder", type=Path, default=PAIR_FOLDER, help="where the packaged pair is written")
     args = parser.parse_args()
     if args.package_only:
-        package(args.work, args.pair_folder)
+        package(args.work, args.pair_folder, args.departures)
         return
     args.work.mkdir(parents=True, exist_ok=True)
     recipes = {
@@ -714,7 +719,7 @@ def main() -> None:
                 mp.spawn(run_stage, args=arguments, nprocs=args.workers)
         if stage == args.stop_after:
             return
-    package(args.work, args.pair_folder)
+    package(args.work, args.pair_folder, args.departures)
 
 
 if __name__ == "__main__":
