@@ -120,7 +120,7 @@ def _mean_delay_s(
 ) -> FloatArray:
     """At each context: by how much a build delays the answer, E[max(verify, build)] - E[verify], or all of it where
     nothing overlaps. 0 without branches."""
-    if num_branches == 0:
+    if num_branches == 0 or not len(contexts):
         return np.zeros(len(contexts))
     knots = np.unique(np.linspace(contexts.min(), contexts.max(), NUM_CONTEXT_KNOTS).astype(int))
     delays = []
@@ -142,7 +142,7 @@ class _SideTables:
         self.fan_out = np.array([policy.fan_out(source) for policy in policies])
         self.fan_outs = range(int(self.fan_out.max()) + 1)
         self.laws: dict[tuple[int, bool], FloatArray] = {}
-        self.usual_times = self._times(self.num_drafted, replay.contexts)
+        self.usual_times = self._times(self.num_drafted, replay.contexts_with_room(self.num_drafted))
 
     def _times(self, num_drafted: int, contexts: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Waiting for a speculation and verifying it, alone (1, contexts) and beside the build (policies, contexts);

@@ -29,7 +29,7 @@ def check_workload(agreement: Agreement, workload: Workload) -> None:
 
 
 class Replay:
-    """Tables are (num_prompts, longest). `emitted` is the number of tokens before a round, the prefill's included.
+    """Tables are (num_prompts, width). `emitted` is the number of tokens before a round, the prefill's included.
 
     The pending token of a round is number `emitted` - 1: both models hold prompt + `emitted` - 1 KV entries before it.
     """
@@ -48,7 +48,13 @@ class Replay:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest text under the cap."""
         return int(self.lengths.max(initial=0))
+
+    @property
+    def width(self) -> int:
+        """Positions of the agreement's tables, those beyond the cap included."""
+        return int(self.agreement.lengths.max(initial=0))
 
     def num_tokens(self) -> FloatArray:
         """(num_prompts,) tokens that rounds emit."""
@@ -73,8 +79,13 @@ class Replay:
         last = int(self.prompt_length.max()) + max(0, self.longest - 2)
         return np.arange(self.first_context, last + 1)
 
+    def contexts_with_room(self, num_drafted: int) -> IntArray:
+        """Those of the rounds that the cap does not keep from drafting `num_drafted` tokens."""
+        last = int(self.prompt_length.max()) + self.cap - num_drafted - 2
+        return self.contexts[self.contexts <= last]
+
     def acceptance(self, draft_index: int) -> FloatArray:
-        """(num_prompts, longest) acceptance of a draft token by its place in the speculation."""
+        """(num_prompts, width) acceptance of a draft token by its place in the speculation."""
         index = draft_index if self.agreement.depends_on_draft_index else 0
         if index not in self._acceptance:
             self._acceptance[index] = self.agreement.acceptance_table(index)

@@ -25,8 +25,11 @@ class Streams:
 
 
 def outcome_uniforms(replay: Replay, stream: np.random.Generator) -> NDArray[np.float64]:
-    """(2, num_prompts, longest): one number per token decides its acceptance, another whether it was prepared."""
-    return stream.random((2, replay.num_prompts, replay.longest))
+    """(2, num_prompts, width): one number per token decides its acceptance, another whether it was prepared.
+
+    They do not depend on the length cap.
+    """
+    return stream.random((2, replay.num_prompts, replay.width))
 
 
 def replication_seeds(seed: int, num: int) -> list[int]:

@@ -44,7 +44,7 @@ class _Run:
         self.policy, self.replay, self.system = policy, replay, system
         self.num_seeds = len(seeds)
         uniforms = np.stack([outcome_uniforms(replay, Streams.of(seed).outcomes) for seed in seeds], axis=1)
-        self.accept_uniforms, self.hit_uniforms = uniforms  # (seeds, num_prompts, longest)
+        self.accept_uniforms, self.hit_uniforms = uniforms  # (seeds, num_prompts, width)
         if not replay.agreement.depends_on_draft_index:
             self.next_rejection = _next_true(self.accept_uniforms >= replay.acceptance(0))
         self.noise = np.random.default_rng(list(seeds))
@@ -74,7 +74,7 @@ class _Run:
             else:
                 took = verify_s + build_s
             if is_ssd:
-                position = np.minimum(emitted + k, self.replay.longest - 1)
+                position = np.minimum(emitted + k, self.replay.width - 1)
                 law = hit_laws[side, k, (k == num_drafted).astype(int), prompt, position]
                 hit = goes_on & (self.hit_uniforms[run, prompt, position] < law)
                 for index in range(2):
@@ -96,7 +96,7 @@ class _Run:
         k = np.zeros(len(run), dtype=np.int64)
         open_ = np.ones(len(run), dtype=bool)
         for index in range(int(num_tested.max(initial=0))):
-            position = np.minimum(emitted + index, self.replay.longest - 1)
+            position = np.minimum(emitted + index, self.replay.width - 1)
             accepted = self.accept_uniforms[run, prompt, position] < self.replay.acceptance(index)[prompt, position]
             open_ &= accepted & (index < num_tested)
             k += open_
@@ -107,7 +107,7 @@ class _Run:
         policy, replay = self.policy, self.replay
         if not isinstance(policy, SpeculativeSpeculative):
             return np.zeros((2, 1, 2, 0, 0))
-        laws = np.zeros((2, policy.speculation_length + 1, 2, replay.num_prompts, replay.longest))
+        laws = np.zeros((2, policy.speculation_length + 1, 2, replay.num_prompts, replay.width))
         for index, source in enumerate(SOURCES):
             for k, fan_out in enumerate(policy.fan_out(source)):
                 for all_accepted, num_drafted in enumerate((k + 1, k)):
@@ -157,7 +157,7 @@ class _Times:
     def _contexts_of(self, num_drafted: int, most: int) -> IntArray:
         """Contexts of the rounds with that many draft tokens; fewer than `most` occur at one distance from the cap."""
         if num_drafted == most:
-            return self.contexts
+            return self.replay.contexts_with_room(num_drafted)
         at = np.unique(self.replay.prompt_length + self.replay.cap - num_drafted - 2)
         return at[(at >= self.contexts[0]) & (at <= self.contexts[-1])]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sim import vectorized
 from sim.errors import BadInput
+from sim.latency import LatencyModel
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.recursion import expectations
 from sim.simulate import cross_check, predict, predicted_speedup, simulate
@@ -334,3 +335,19 @@ def test_contexts_outside_the_profile_are_refused():
     record = record_of(*markov(3), num_prompts=2, length=8, seed=4, prompt_length=5000)
     with pytest.raises(BadInput, match=r"context must be in the profiled range 0\.\.4096, got 5000"):
         predict(Autoregressive(), workload_of(record), system_of(record))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", [Autoregressive(), Speculative(4), ssd(4, 2), ssd(4, 2, Fallback.NONE)])
+@pytest.mark.parametrize("cap", [2, 4, 12])
+def test_no_context_beyond_the_cap_is_asked_for(engine, policy, cap):
+    """Prompts of 4 tokens: no draft step or verification stands on more than 4 + cap - 2 entries. (Tree steps do, by the
+    slots of the branches.)"""
+    record = record_of(*markov(3), num_prompts=3, length=12, seed=4)
+    system = system_of(record)
+    tables = dict(system.latency.operations)
+    for key in ((Lane.TARGET, Operation.VERIFY), (Lane.DRAFT, Operation.DRAFT_STEP), (Lane.DRAFT, Operation.GLUE)):
+        knots = {width: ((4, 0.01), (4 + cap - 2, 0.01)) for width in (1, 2, 64)}
+        tables[key] = replace(tables[key], knots=knots)
+    narrow = replace(system, latency=LatencyModel(tables))
+    assert predict(policy, workload_of(record, cap), narrow, engine=engine).tokens_per_s.value > 0
