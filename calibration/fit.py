@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +19,22 @@ from sim.trace import Lane, Operation, Trace
 
 FloatArray = NDArray[np.float64]
 Key = tuple[Lane, Operation]
+IN_SITU = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)
+FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the isolated ones are kept
 
 
 def fit(profile: Profile) -> System:
     """The system that the profile's samples, short runs and agreement record speak of."""
     latency = LatencyModel(_tables(profile.latency))
-    contention = {lane: _slowdown(profile.latency, latency, lane) for lane in Lane}
-    return System(
+    isolated = System(
         latency=latency,
-        contention=contention,
+        contention={lane: _slowdown(profile.latency, latency, lane) for lane in Lane},
         host_s=_host_times(profile.traces),
         agreement=profile.agreement,
         identity=profile.identity,
         overlaps=profile.identity["concurrency"] != "serial",
     )
+    return replace(isolated, in_situ=_in_situ(profile.traces, isolated))
 
 
 def _tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
@@ -67,6 +70,24 @@ def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lan
         if s.lane is lane and s.busy
     ]
     return max(1.0, float(np.median(ratios))) if ratios else 1.0
+
+
+def _in_situ(traces: Sequence[Trace], isolated: System) -> dict[str, dict[Key, tuple[float, ...]]]:
+    """By kind of decoder: ratios of what its operations took in the short runs to what the tables say of them."""
+    ratios: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        built = {(s.sequence, s.round) for s in trace.spans if s.operation is Operation.GLUE}
+        for s in trace.spans:
+            if s.operation in IN_SITU:
+                beside = s.operation is not Operation.DRAFT_STEP and (s.sequence, s.round) in built
+                slowdown = isolated.contention[s.lane] if beside and isolated.overlaps else 1.0
+                table = isolated.latency[s.lane, s.operation]
+                ratio = s.duration_s / float(table.location_s(s.num_tokens, s.context) * slowdown)
+                ratios[trace.policy["kind"]][s.lane, s.operation].append(ratio)
+    return {
+        kind: {key: mid_quantiles(row) for key, row in rows.items() if len(row) >= FEWEST_IN_SITU}
+        for kind, rows in ratios.items()
+    }
 
 
 def _host_times(traces: Sequence[Trace]) -> dict[HostTerm, float]:

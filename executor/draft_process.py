@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.channel import Channel
 from executor.draft_service import DraftService
 from executor.pairs import Pair
 from executor.sequence import Request
@@ -35,9 +36,10 @@ class ProcessDraft:
 
     def __init__(self, pair: Pair, dtype: str, core: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, child_end = context.Pipe()
+        own_end, child_end = context.Pipe()
         self.process = context.Process(target=serve, args=(child_end, pair, dtype, core), daemon=True, name="draft")
         self.process.start()
+        self._channel = Channel(own_end)
         child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
         self.placement: dict[str, int] = {}
 
@@ -64,7 +66,7 @@ class ProcessDraft:
         self._send(_CALL + pickle.dumps((method, args, kwargs)))
 
     def is_done(self) -> bool:
-        return self._connection.poll()
+        return self._channel.is_ready()
 
     def result(self) -> Any:
         return pickle.loads(self._receive())
@@ -72,11 +74,11 @@ class ProcessDraft:
     def _send(self, message: bytes) -> None:
         # A child that failed has said why before it closed its end: `_receive` finds that.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send_bytes(message)
+            self._channel.send(message)
 
     def _receive(self) -> bytes:
         try:
-            message = self._connection.recv_bytes()
+            message = self._channel.receive()
         except (EOFError, ConnectionResetError):
             self.process.join(_STOP_TIMEOUT_S)
             raise DraftFailed(f"the draft process died with exit code {self.process.exitcode}") from None
@@ -88,7 +90,7 @@ class ProcessDraft:
 
     def close(self) -> None:
         """End the child: it sees the end of the pipe, or is killed if it works on regardless."""
-        self._connection.close()
+        self._channel.close()
         self.process.join(_STOP_TIMEOUT_S)
         if self.process.is_alive():
             self.process.kill()
@@ -105,41 +107,42 @@ _SOURCES = tuple(Source)
 
 def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
     """Main function of the child: answer requests until the caller closes its end of the pipe."""
+    channel = Channel(connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; it closes the pipe
     try:
         threads = pin(core)
-        service = DraftService(pair.load("draft", dtype), interrupted=connection.poll)
-        _answer(connection, {"pid": os.getpid(), "core": core, "threads": threads})
+        service = DraftService(pair.load("draft", dtype), interrupted=channel.is_ready)
+        _answer(channel, {"pid": os.getpid(), "core": core, "threads": threads})
         while True:
-            _serve_one(connection, service, connection.recv_bytes())
+            _serve_one(channel, service, channel.receive())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BadInput as error:
         name, _, rule = str(error).partition(": ")
-        _fail(connection, BadInput, name, rule)
+        _fail(channel, BadInput, name, rule)
     except Exception:
-        _fail(connection, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
+        _fail(channel, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
 
 
-def _serve_one(connection: Connection, service: DraftService, message: bytes) -> None:
+def _serve_one(channel: Channel, service: DraftService, message: bytes) -> None:
     kind, body = message[:1], message[1:]
     if kind == _ROUND:
         num_accepted, bonus_token, remaining = _REQUEST.unpack(body)
         speculation = service.speculate(Outcome(num_accepted, bonus_token), remaining)
-        connection.send_bytes(_ANSWER + _pack_speculation(speculation))
+        channel.send(_ANSWER + _pack_speculation(speculation))
         service.prepare()
     else:
         method, args, kwargs = pickle.loads(body)
-        _answer(connection, getattr(service, method)(*args, **kwargs))
+        _answer(channel, getattr(service, method)(*args, **kwargs))
 
 
-def _answer(connection: Connection, result: Any) -> None:
-    connection.send_bytes(_ANSWER + pickle.dumps(result))
+def _answer(channel: Channel, result: Any) -> None:
+    channel.send(_ANSWER + pickle.dumps(result))
 
 
-def _fail(connection: Connection, error_type: type[Exception], *args: str) -> None:
+def _fail(channel: Channel, error_type: type[Exception], *args: str) -> None:
     with suppress(OSError):
-        connection.send_bytes(_FAULT + pickle.dumps((error_type, args)))
+        channel.send(_FAULT + pickle.dumps((error_type, args)))
 
 
 def _pack_speculation(speculation: Speculation) -> bytes:

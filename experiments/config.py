@@ -37,7 +37,7 @@ class ProfileConfig(Section):
     branch_counts: Counts
     contexts: Counts
     num_candidates: Annotated[int, Field(ge=16)] = 32
-    trace_prompts: Count
+    trace_prompts: Annotated[int, Field(ge=2)]
 
 
 class SearchConfig(Section):

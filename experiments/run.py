@@ -81,16 +81,27 @@ def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> P
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
         agreement = bench.measure_agreement(calibration, progress)
+    # Short runs before and after the latencies, so that they see the drift that these see.
+    middle = len(few.prompts) // 2
+    early, late = replace(few, prompts=few.prompts[:middle]), replace(few, prompts=few.prompts[middle:])
+    runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before")
     with stages.reported("profile: latency of every operation") as progress:
         latency = bench.measure_latency(progress)
-    with stages.counted("profile: short runs", len(policies) * len(few.prompts)) as advance:
+    runs += measure_short_runs(config, bench, policies, late, stages, "profile: short runs after")
+    durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
+    settings = config.to_dict()
+    manifest = profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(runs))
+    return Profile(agreement, tuple(latency), tuple(runs), manifest)
+
+
+def measure_short_runs(
+    config: ExperimentConfig, bench: Bench, policies: Sequence[Policy], few: Workload, stages: Stages, name: str
+) -> list[Trace]:
+    """One interleaved run of every policy over a few prompts."""
+    with stages.counted(name, len(policies) * len(few.prompts)) as advance:
         warm_up(bench, policies, few)
         runs = measure_interleaved(bench.execute, policies, few, repeats=1, seed=config.seed, on_sequence=advance)
-    durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
-    traces = tuple(trace for repeats in runs for trace in repeats)
-    settings = config.to_dict()
-    manifest = profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(traces))
-    return Profile(agreement, tuple(latency), traces, manifest)
+    return [trace for repeats in runs for trace in repeats]
 
 
 def trace_policies(config: ExperimentConfig) -> list[Policy]:

@@ -48,12 +48,13 @@ def expectations(policies: Sequence[Policy], workload: Workload, system: System)
         if isinstance(policy, SpeculativeSpeculative):
             groups.setdefault((policy.speculation_length, policy.fallback), []).append(index)
         else:
-            results[index] = _synchronous(policy, replay, system)
+            results[index] = _synchronous(policy, replay, system.as_run_by(policy))
     for members in groups.values():
         for start in range(0, len(members), CHUNK):
             chunk = members[start : start + CHUNK]
             group = [policy for policy in (policies[i] for i in chunk) if isinstance(policy, SpeculativeSpeculative)]
-            results.update(zip(chunk, _speculative_speculative(group, replay, system), strict=True))
+            found = _speculative_speculative(group, replay, system.as_run_by(group[0]))
+            results.update(zip(chunk, found, strict=True))
     return [results[index] for index in range(len(policies))]
 
 

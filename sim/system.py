@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sim.trace import Lane, Operation, Source
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
+InSitu = Mapping[tuple[Lane, Operation], tuple[float, ...]]  # equally likely ratios to the latency model's location
 
 
 class HostTerm(StrEnum):
@@ -46,7 +48,8 @@ class System:
 
     `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. Where the roles do not
     overlap, a build runs before the verification and nothing is ever busy beside anything. `identity` says which pair,
-    device and library versions it holds for.
+    device and library versions it holds for. `in_situ[kind]` replaces residuals of the latency model by those seen in
+    runs of a decoder: alone and again and again an operation runs faster or slower than between others.
     """
 
     latency: LatencyModel
@@ -55,6 +58,21 @@ class System:
     agreement: Agreement
     identity: dict[str, Any]
     overlaps: bool = True
+    in_situ: Mapping[str, InSitu] = field(default_factory=dict)
+
+    def as_run_by(self, policy: Policy) -> System:
+        """This system with the residuals of runs of the policy's decoder, where there are any."""
+        kind = policy.to_dict()["kind"]
+        if kind not in self._by_kind:
+            tables = dict(self.latency.operations)
+            for key, residuals in self.in_situ.get(kind, {}).items():
+                tables[key] = replace(tables[key], residuals=residuals)
+            self._by_kind[kind] = replace(self, latency=LatencyModel(tables), in_situ={})
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, System]:
+        return {}
 
     def mean_s(self, lane: Lane, operation: Operation, num_tokens: int, context: Any, *, beside: bool) -> FloatArray:
         """Mean duration at the contexts given; `beside` means while the other lane works."""
@@ -89,6 +107,10 @@ class System:
             "overlaps": self.overlaps,
             "contention": {lane.value: value for lane, value in self.contention.items()},
             "latency": self.latency.to_dict(),
+            "in_situ_residual_ratios": {
+                kind: {f"{lane.value}.{operation.value}": list(row) for (lane, operation), row in rows.items()}
+                for kind, rows in self.in_situ.items()
+            },
         }
         path.write_text(json.dumps(data, indent=1))
 
@@ -105,7 +127,8 @@ class System:
             raise BadInput(
                 f"{path}: schema", f"must be {SCHEMA}", data.get("schema") if isinstance(data, dict) else data
             )
-        missing = {"identity", "agreement", "host_s", "contention", "latency", "overlaps"} - data.keys()
+        missing = {"identity", "agreement", "host_s", "contention", "latency", "overlaps", "in_situ_residual_ratios"}
+        missing -= data.keys()
         if missing:
             raise BadInput(f"{path}: {min(missing)}", "this key is missing")
         return cls(
@@ -115,7 +138,16 @@ class System:
             agreement=_read_agreement(data["agreement"], path),
             identity=data["identity"],
             overlaps=data["overlaps"],
+            in_situ={
+                kind: {_key(name): tuple(row) for name, row in rows.items()}
+                for kind, rows in data["in_situ_residual_ratios"].items()
+            },
         )
+
+
+def _key(name: str) -> tuple[Lane, Operation]:
+    lane, operation = name.split(".")
+    return Lane(lane), Operation(operation)
 
 
 def _write_agreement(agreement: Agreement, file: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Timeline:
 
     def __init__(self, policy: Policy, workload: Workload, system: System, seed: int) -> None:
         streams = Streams.of(seed)
-        self.policy, self.workload, self.system = policy, workload, system
+        self.policy, self.workload, self.system = policy, workload, system.as_run_by(policy)
         self.outcomes = _Outcomes(Replay(system.agreement, workload), streams.outcomes)
         self.noise = streams.noise
         self.env = simpy.Environment()

@@ -30,6 +30,7 @@ CHUNK = 128  # replications that advance together; bounds memory
 def replicate(policy: Policy, workload: Workload, system: System, seeds: Sequence[int]) -> Expectation:
     """Totals of every prompt, averaged over one replication per seed."""
     replay = Replay(system.agreement, workload)
+    system = system.as_run_by(policy)
     runs = [
         _Run(policy, replay, system, seeds[start : start + CHUNK]).totals() for start in range(0, len(seeds), CHUNK)
     ]

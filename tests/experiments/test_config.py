@@ -54,7 +54,7 @@ def line_of(old: str) -> int:
         ),
         ("contexts: [64, 128, 192]", "contexts: [64, 128]", "profile.contexts: must span 64..192"),
         (
-            "trace_prompts: 4",
+            "trace_prompts: 8",
             "trace_prompts: 40",
             "profile.trace_prompts: must not exceed workload.calibration_prompts",
         ),

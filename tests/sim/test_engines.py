@@ -341,8 +341,10 @@ def test_contexts_outside_the_profile_are_refused():
 @pytest.mark.parametrize("policy", [Autoregressive(), Speculative(4), ssd(4, 2), ssd(4, 2, Fallback.NONE)])
 @pytest.mark.parametrize("cap", [2, 4, 12])
 def test_no_context_beyond_the_cap_is_asked_for(engine, policy, cap):
-    """Prompts of 4 tokens: no draft step or verification stands on more than 4 + cap - 2 entries. (Tree steps do, by the
-    slots of the branches.)"""
+    """Prompts of 4 tokens: no draft step or verification stands on more than 4 + cap - 2 entries.
+
+    Tree steps do, by the slots of the branches.
+    """
     record = record_of(*markov(3), num_prompts=3, length=12, seed=4)
     system = system_of(record)
     tables = dict(system.latency.operations)
