@@ -39,6 +39,11 @@ DEFINITIONS = """\
 - **intervals**: 95 % bootstraps over prompts, paired for ratios. A prediction's interval holds the spread of the
   calibration prompts, not the uncertainty of the latencies.
 - **repeat spread**: half the range of the repeats' tokens/s over their mean: how far a measurement differs from itself.
+- **forecast**: made from the profile alone, before the run; the policies are chosen by it.
+- **predicted**: the same prediction at the speed that the machine had during the run. Between the measured runs,
+  reference policies (AR, one SD, SSD with either fallback) decode calibration prompts; from their spans the level of
+  every operation and the host times are fitted again. No measured run enters. Where a machine drifts, the forecast has
+  the drift in it, the prediction has not.
 - **error**: predicted over measured tokens/s, minus 1. Predictions come from calibration prompts, measurements from
   test prompts.
 - **mean acceptance length**: tokens emitted per round, the bonus token included; *accepted / round* leaves it out.
@@ -67,7 +72,9 @@ def answer(summary: Mapping[str, Any]) -> str:
         f"{best['name']} was the fastest policy measured: {_interval(rate, '.1f')} tokens/s{versus}; "
         f"{best['predicted']['tokens_per_s']['value']:.1f} tokens/s were predicted "
         f"(error {100 * best['error']['tokens_per_s']:+.1f} %, "
-        f"repeats differ by ±{100 * best['measured']['repeat_spread']:.1f} %)"
+        f"repeats differ by ±{100 * best['measured']['repeat_spread']:.1f} %), "
+        f"{best['forecast']['tokens_per_s']['value']:.1f} forecast before the run "
+        f"({100 * best['error']['forecast_tokens_per_s']:+.1f} %)"
     )
     if summary["recommended"] == summary["best_measured"]:
         return f"{sentence}. It is the policy that was recommended."
@@ -107,6 +114,7 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
         *_warnings(summary, details),
         "## Predicted against measured",
         _table(*policy_rows(summary)),
+        f"From the profile to the run the machine's speed changed by {_drift(summary)}. "
         f"The search compared {details['num_policies']} policies on the calibration prompts. "
         f"Regret of the recommendation: {_interval(summary['regret'], '.1f', scale=100)} %.",
         "![Predicted against measured](figures/predicted_against_measured.svg)",
@@ -144,6 +152,7 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         rows.append(
             [
                 row["name"],
+                f"{row['forecast']['tokens_per_s']['value']:.1f}",
                 _interval(predicted["tokens_per_s"], ".1f"),
                 _interval(measured["tokens_per_s"], ".1f"),
                 f"{100 * row['error']['tokens_per_s']:+.1f} %",
@@ -152,8 +161,17 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
                 _pair(predicted["hit_rate"], measured["hit_rate"], ".1f", scale=100),
             ]
         )
-    head = ["policy", "predicted tokens/s", "measured tokens/s", "error", "repeat spread"]
+    head = ["policy", "forecast tokens/s", "predicted tokens/s", "measured tokens/s", "error", "repeat spread"]
     return [*head, "emitted / round, predicted / measured", "hit rate %, predicted / measured"], rows
+
+
+def _drift(summary: Mapping[str, Any]) -> str:
+    """By how much the prediction at the run's speed differs from the forecast, per policy."""
+    changes = [
+        (row["name"], row["predicted"]["tokens_per_s"]["value"] / row["forecast"]["tokens_per_s"]["value"] - 1)
+        for row in summary["policies"]
+    ]
+    return ", ".join(f"{100 * change:+.1f} % for {name}" for name, change in changes)
 
 
 def _warnings(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:

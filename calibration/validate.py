@@ -26,9 +26,12 @@ NEAR_TIE_LOGIT_GAP = 1e-3
 class Comparison:
     """One policy's prediction beside its measurement.
 
-    `repeat_spread` is half the range of the repeats' tokens/s over their mean.
+    `forecast` was made from the profile alone, before the run; `prediction` knows how fast the machine was during the
+    run, from runs of other policies on calibration prompts. `repeat_spread` is half the range of the repeats' tokens/s
+    over their mean.
     """
 
+    forecast: Prediction
     prediction: Prediction
     tokens_per_s: Estimate
     hit_rate: Estimate | None
@@ -45,21 +48,29 @@ class Comparison:
         """Signed relative error of the predicted tokens/s: positive if the prediction was too fast."""
         return self.prediction.tokens_per_s.value / self.tokens_per_s.value - 1
 
+    @property
+    def forecast_error(self) -> float:
+        """The same of the forecast: what the machine's drift since the profile adds is in it."""
+        return self.forecast.tokens_per_s.value / self.tokens_per_s.value - 1
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "policy": self.prediction.policy.to_dict(),
+            "forecast": {"tokens_per_s": interval(self.forecast.tokens_per_s)},
             "predicted": _figures(self.prediction),
             "measured": _figures(self) | {"repeats": self.repeats, "repeat_spread": self.repeat_spread},
-            "error": {"tokens_per_s": self.error},
+            "error": {"tokens_per_s": self.error, "forecast_tokens_per_s": self.forecast_error},
         }
 
 
-def compare(prediction: Prediction, traces: Sequence[Trace]) -> Comparison:
-    """Set a prediction beside the repeats of the same policy.
+def compare(forecast: Prediction, prediction: Prediction, traces: Sequence[Trace]) -> Comparison:
+    """Set both predictions beside the repeats of the same policy.
 
-    Raises `BadInput` if a trace is of another policy, or holds no round: then nothing was decoded that has a rate.
+    Raises `BadInput` if one is of another policy, or a trace holds no round: then nothing was decoded that has a rate.
     """
+    if forecast.policy != prediction.policy:
+        raise BadInput("forecast.policy", f"must be {prediction.policy.name}, as predicted", forecast.policy.name)
     for trace in traces:
         if trace.policy != prediction.policy.to_dict():
             raise BadInput("trace.policy", f"must be {prediction.policy.name}, which was predicted", trace.policy)
@@ -67,6 +78,7 @@ def compare(prediction: Prediction, traces: Sequence[Trace]) -> Comparison:
             raise BadInput("workload", "must decode more than the first token of some prompt, or there is no rate")
     rates = [metrics.tokens_per_s([trace]).value for trace in traces]
     return Comparison(
+        forecast=forecast,
         prediction=prediction,
         tokens_per_s=metrics.tokens_per_s(traces),
         hit_rate=metrics.hit_rate(traces),

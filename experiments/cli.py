@@ -260,6 +260,7 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
     rows = [
         (
             row["name"],
+            f"{row['forecast']['tokens_per_s']['value']:.1f}",
             f"{row['predicted']['tokens_per_s']['value']:.1f}",
             "{value:.1f} [{low:.1f}, {high:.1f}]".format(**row["measured"]["tokens_per_s"]),
             f"{100 * row['error']['tokens_per_s']:+.1f} %",
@@ -267,7 +268,7 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         )
         for row in summary["policies"]
     ]
-    _print_table(("tokens/s", "predicted", "measured", "error", "repeats"), rows, console)
+    _print_table(("tokens/s", "forecast", "predicted", "measured", "error", "repeats"), rows, console)
     console.print(answer(summary), highlight=False, markup=False)
 
 

@@ -20,12 +20,13 @@ def measure_interleaved(
     repeats: int,
     seed: int,
     on_sequence: Callable[[], None],
+    between: Callable[[], None] = lambda: None,
 ) -> list[list[Trace]]:
     """One trace per policy and repeat, each over all prompts of `workload`.
 
     Every prompt is decoded under every policy before the next prompt, and the order of the policies rotates, so that
     drift of the machine hits all policies alike. Each repeat has a seed of its own. `on_sequence` is called after each
-    decoded sequence.
+    decoded sequence, `between` after each prompt.
     """
     pieces: list[list[list[Trace]]] = [[[] for _ in range(repeats)] for _ in policies]
     for repeat in range(repeats):
@@ -35,7 +36,30 @@ def measure_interleaved(
                 number = (turn + prompt + repeat) % len(policies)
                 pieces[number][repeat].append(execute(policies[number], single, seed + repeat))
                 on_sequence()
+            between()
     return [[join(parts) for parts in of_policy] for of_policy in pieces]
+
+
+class CompanionRuns:
+    """Runs of reference policies on calibration prompts in between measured ones: they tell how fast the machine was.
+
+    Every call runs the next policy, prompt after prompt.
+    """
+
+    def __init__(self, execute: Execute, policies: Sequence[Policy], workload: Workload, seed: int) -> None:
+        self._execute, self._policies, self._workload, self._seed = execute, policies, workload, seed
+        self.traces: list[Trace] = []
+
+    def __call__(self) -> None:
+        round_, turn = divmod(len(self.traces), len(self._policies))
+        prompt = round_ % len(self._workload.prompts)
+        single = replace(self._workload, prompts=self._workload.prompts[prompt : prompt + 1])
+        self.traces.append(self._execute(self._policies[turn], single, self._seed))
+
+    def by_policy(self) -> list[Trace]:
+        """One trace per policy that ran."""
+        num = len(self._policies)
+        return [join(self.traces[turn::num]) for turn in range(min(num, len(self.traces)))]
 
 
 def join(parts: Sequence[Trace]) -> Trace:

@@ -17,12 +17,12 @@ from calibration.report import report
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
-from experiments.measurement import measure_interleaved
+from experiments.measurement import CompanionRuns, measure_interleaved
 from experiments.stages import Stages
 from sim.metrics import Estimate, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
 from sim.search import SearchResult, SearchSpace, search
-from sim.simulate import cross_check, simulate
+from sim.simulate import cross_check, predict_all, simulate
 from sim.system import System
 from sim.trace import Trace
 from sim.workload import Workload
@@ -51,20 +51,28 @@ def run_experiment(
     with stages.stage("search"):
         found = search(search_space(config.search), test, system)
     policies = {kind: found.best(kind).policy for kind in KINDS}
-    measured = measure_policies(config, list(policies.values()), bench, test, stages)
+    companions = companion_runs(config, bench)
+    measured = measure_policies(config, list(policies.values()), bench, test, companions, stages)
     with stages.stage("check the texts"):
         lossless = compare_texts(measured, list(policies.values()), bench, test)
     with stages.stage("compare"):
-        comparisons = [compare(found.best(kind), traces) for kind, traces in zip(KINDS, measured, strict=True)]
+        # The same profile at the speed that the machine had during the run.
+        system_then = fit(replace(profile, traces=tuple(companions.by_policy())))
+        predictions = predict_all(list(policies.values()), test, system_then)
+        comparisons = [
+            compare(found.best(kind), prediction, traces)
+            for kind, prediction, traces in zip(KINDS, predictions, measured, strict=True)
+        ]
         summary = summarize_run(comparisons, found, measured, lossless)
-        simulated = [simulate(policy, test, system, config.seed) for policy in policies.values()]
+        simulated = [simulate(policy, test, system_then, config.seed) for policy in policies.values()]
         details = explain_run(comparisons, found, measured, simulated, lossless)
-        details["engines"] = cross_check_engines(list(policies.values()), test, system, config.seed)
+        details["engines"] = cross_check_engines(list(policies.values()), test, system_then, config.seed)
         details["notes"] = notes(config, bench.identity)
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages)
     profile.write(folder / "profile")
     system.write(folder / "system.json")
+    system_then.write(folder / "system_during_run.json")
     write_traces(folder / "traces", measured, simulated)
     write_results(folder, summary, details, manifest, measured[-1][0], simulated[-1])
     return summary
@@ -131,15 +139,32 @@ def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> Non
         bench.execute(policy, first, 0)
 
 
+def companion_runs(config: ExperimentConfig, bench: Bench) -> CompanionRuns:
+    """The profile's reference policies on its calibration prompts."""
+    calibration = bench.workload("calibration", config.workload.calibration_prompts)
+    return CompanionRuns(bench.execute, trace_policies(config), calibration, config.seed)
+
+
 def measure_policies(
-    config: ExperimentConfig, policies: list[Policy], bench: Bench, test: Workload, stages: Stages
+    config: ExperimentConfig,
+    policies: list[Policy],
+    bench: Bench,
+    test: Workload,
+    companions: CompanionRuns,
+    stages: Stages,
 ) -> list[Repeats]:
-    """The repeats of every policy on the test prompts."""
+    """The repeats of every policy on the test prompts, with companions in between."""
     total = len(policies) * len(test.prompts) * config.run.repeats
     with stages.counted("execute AR, SD and SSD", total) as advance:
         warm_up(bench, policies, test)
         return measure_interleaved(
-            bench.execute, policies, test, repeats=config.run.repeats, seed=config.seed, on_sequence=advance
+            bench.execute,
+            policies,
+            test,
+            repeats=config.run.repeats,
+            seed=config.seed,
+            on_sequence=advance,
+            between=companions,
         )
 
 

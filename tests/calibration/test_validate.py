@@ -46,24 +46,24 @@ def prediction_of(rate: float, policy: Policy = AR) -> Prediction:
 
 
 def test_error_is_positive_when_the_prediction_was_too_fast() -> None:
-    comparison = compare(prediction_of(11.0), [trace_of([1, 1], [10, 10])])
+    comparison = compare(prediction_of(11.0), prediction_of(11.0), [trace_of([1, 1], [10, 10])])
     assert comparison.error == pytest.approx(0.1)
-    assert compare(prediction_of(9.0), [trace_of([1, 1], [10, 10])]).error == pytest.approx(-0.1)
+    assert compare(prediction_of(9.0), prediction_of(9.0), [trace_of([1, 1], [10, 10])]).error == pytest.approx(-0.1)
 
 
 def test_spread_is_half_the_range_of_the_repeats_over_their_mean() -> None:
     repeats = [trace_of([1.0], [90]), trace_of([1.0], [110]), trace_of([1.0], [100])]
-    comparison = compare(prediction_of(100.0), repeats)
+    comparison = compare(prediction_of(100.0), prediction_of(100.0), repeats)
     assert comparison.repeats == 3
     assert comparison.repeat_spread == pytest.approx(0.1)
-    assert compare(prediction_of(100.0), repeats[:1]).repeat_spread == 0
+    assert compare(prediction_of(100.0), prediction_of(100.0), repeats[:1]).repeat_spread == 0
 
 
 def test_traces_of_another_policy_or_without_rounds_are_refused() -> None:
     with pytest.raises(BadInput, match=r"trace\.policy: must be SD K=4"):
-        compare(prediction_of(1.0, SD), [trace_of([1.0], [10])])
+        compare(prediction_of(1.0, SD), prediction_of(1.0, SD), [trace_of([1.0], [10])])
     with pytest.raises(BadInput, match="must decode more than the first token"):
-        compare(prediction_of(1.0), [Trace(AR.to_dict(), {})])
+        compare(prediction_of(1.0), prediction_of(1.0), [Trace(AR.to_dict(), {})])
 
 
 def test_regret_is_the_share_lost_and_agrees_with_the_speed_up() -> None:
@@ -148,8 +148,8 @@ def test_first_difference(ours: tuple[int, ...], theirs: tuple[int, ...], positi
 
 def test_summary_names_the_fastest_measured_policy() -> None:
     comparisons = [
-        compare(prediction_of(50.0), [trace_of([1.0, 1.0], [10, 10])]),
-        compare(prediction_of(40.0, SD), [trace_of([1.0, 1.0], [20, 20], SD)]),
+        compare(prediction_of(50.0), prediction_of(50.0), [trace_of([1.0, 1.0], [10, 10])]),
+        compare(prediction_of(40.0, SD), prediction_of(40.0, SD), [trace_of([1.0, 1.0], [20, 20], SD)]),
     ]
     nothing = Estimate(0.5, 0.4, 0.6, 2)
     summary = summarize(comparisons, recommended="AR", regret=nothing, lossless=None, speedups={"sd_over_ar": nothing})
@@ -165,6 +165,6 @@ def test_interval_of_one_prompt_is_null_in_json() -> None:
 
 def test_duplicated_prompt_leaves_the_interval_of_one_prompt() -> None:
     # Repeats of the same prompts add no prompt: the interval stays where it was.
-    once = compare(prediction_of(1.0), [trace_of([1, 2, 3], [10, 10, 10])])
-    thrice = compare(prediction_of(1.0), [trace_of([1, 2, 3], [10, 10, 10])] * 3)
+    once = compare(prediction_of(1.0), prediction_of(1.0), [trace_of([1, 2, 3], [10, 10, 10])])
+    thrice = compare(prediction_of(1.0), prediction_of(1.0), [trace_of([1, 2, 3], [10, 10, 10])] * 3)
     assert once.tokens_per_s == replace(thrice, repeats=1).tokens_per_s
