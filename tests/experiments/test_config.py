@@ -52,10 +52,10 @@ def line_of(old: str) -> int:
             "max_speculation_length: 4",
             "must not exceed profile.max_speculation_length = 4",
         ),
-        ("contexts: [64, 128, 192]", "contexts: [64, 128]", "profile.contexts: must span 64..192"),
+        ("contexts: [64, 112, 160]", "contexts: [64, 112]", "profile.contexts: must span 64..160"),
         (
             "trace_prompts: 8",
-            "trace_prompts: 40",
+            "trace_prompts: 400",
             "profile.trace_prompts: must not exceed workload.calibration_prompts",
         ),
         ("{max_new_tokens: 32", "{max_new_token: 32", "reduced.workload.max_new_token: unknown key; did you mean"),
