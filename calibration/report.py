@@ -45,7 +45,7 @@ DEFINITIONS = """\
   every operation and the host times are fitted again. No measured run enters. Where a machine drifts, the forecast has
   the drift in it, the prediction has not.
 - **error**: predicted over measured tokens/s, minus 1. Predictions come from calibration prompts, measurements from
-  test prompts.
+  test prompts; its interval is what the spread of both sets of prompts allows. One that holds 0 is explained by it.
 - **mean acceptance length**: tokens emitted per round, the bonus token included; *accepted / round* leaves it out.
 - **acceptance rate**: accepted over tested draft tokens (the accepted ones, and the one rejected).
   *Accepted / drafted* depends on the speculation length and ranks nothing.
@@ -155,7 +155,7 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
                 f"{row['forecast']['tokens_per_s']['value']:.1f}",
                 _interval(predicted["tokens_per_s"], ".1f"),
                 _interval(measured["tokens_per_s"], ".1f"),
-                f"{100 * row['error']['tokens_per_s']:+.1f} %",
+                _error(row["error"]),
                 f"±{100 * measured['repeat_spread']:.1f} %",
                 _pair(predicted["mean_acceptance_length"], measured["mean_acceptance_length"], ".2f"),
                 _pair(predicted["hit_rate"], measured["hit_rate"], ".1f", scale=100),
@@ -163,6 +163,12 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         )
     head = ["policy", "forecast tokens/s", "predicted tokens/s", "measured tokens/s", "error", "repeat spread"]
     return [*head, "emitted / round, predicted / measured", "hit rate %, predicted / measured"], rows
+
+
+def _error(error: Mapping[str, Any]) -> str:
+    bounds = error["tokens_per_s_interval"]
+    interval = f" [{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]" if bounds else ""
+    return f"{100 * error['tokens_per_s']:+.1f}{interval} %"
 
 
 def _drift(summary: Mapping[str, Any]) -> str:

@@ -48,6 +48,16 @@ class Comparison:
         """Signed relative error of the predicted tokens/s: positive if the prediction was too fast."""
         return self.prediction.tokens_per_s.value / self.tokens_per_s.value - 1
 
+    def error_interval(self) -> list[float] | None:
+        """95 % interval of the error from the spread of the prompts, calibration and test ones being independent.
+
+        None if one of the two has no interval. An interval that holds 0 says that the prompts alone explain the error.
+        """
+        parts = (self.prediction.tokens_per_s, self.tokens_per_s)
+        half_widths = [(part.high - part.low) / 2 / part.value for part in parts]
+        half_width = (1 + self.error) * math.hypot(*half_widths)
+        return [self.error - half_width, self.error + half_width] if math.isfinite(half_width) else None
+
     @property
     def forecast_error(self) -> float:
         """The same of the forecast: what the machine's drift since the profile adds is in it."""
@@ -60,7 +70,11 @@ class Comparison:
             "forecast": {"tokens_per_s": interval(self.forecast.tokens_per_s)},
             "predicted": _figures(self.prediction),
             "measured": _figures(self) | {"repeats": self.repeats, "repeat_spread": self.repeat_spread},
-            "error": {"tokens_per_s": self.error, "forecast_tokens_per_s": self.forecast_error},
+            "error": {
+                "tokens_per_s": self.error,
+                "forecast_tokens_per_s": self.forecast_error,
+                "tokens_per_s_interval": self.error_interval(),
+            },
         }
 
 

@@ -36,6 +36,7 @@ def row(name: str, kind: str, predicted: float, measured: float) -> dict[str, An
         "error": {
             "tokens_per_s": predicted / measured - 1,
             "forecast_tokens_per_s": 1.25 * predicted / measured - 1,
+            "tokens_per_s_interval": [predicted / measured - 1.1, predicted / measured - 0.9],
         },
     }
 

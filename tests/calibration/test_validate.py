@@ -51,6 +51,17 @@ def test_error_is_positive_when_the_prediction_was_too_fast() -> None:
     assert compare(prediction_of(9.0), prediction_of(9.0), [trace_of([1, 1], [10, 10])]).error == pytest.approx(-0.1)
 
 
+def test_error_interval_holds_the_spread_of_both_sets_of_prompts():
+    """Relative half-widths of .1 and .05 add in quadrature; a single prompt has no interval."""
+    rate = Estimate(110.0, 99.0, 121.0, 5)
+    measured = Estimate(100.0, 95.0, 105.0, 5)
+    prediction = replace(prediction_of(110.0), tokens_per_s=rate)
+    comparison = replace(compare(prediction, prediction, [trace_of([1, 1], [10, 10])]), tokens_per_s=measured)
+    assert comparison.error_interval() == pytest.approx([0.1 - 1.1 * 0.0125**0.5, 0.1 + 1.1 * 0.0125**0.5])
+    single = replace(comparison, tokens_per_s=Estimate(100.0, -math.inf, math.inf, 1))
+    assert single.error_interval() is None
+
+
 def test_spread_is_half_the_range_of_the_repeats_over_their_mean() -> None:
     repeats = [trace_of([1.0], [90]), trace_of([1.0], [110]), trace_of([1.0], [100])]
     comparison = compare(prediction_of(100.0), prediction_of(100.0), repeats)

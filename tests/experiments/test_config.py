@@ -52,7 +52,7 @@ def line_of(old: str) -> int:
             "max_speculation_length: 4",
             "must not exceed profile.max_speculation_length = 4",
         ),
-        ("contexts: [64, 112, 160]", "contexts: [64, 112]", "profile.contexts: must span 64..160"),
+        ("contexts: [64, 96, 128]", "contexts: [64, 96]", "profile.contexts: must span 64..128"),
         (
             "trace_prompts: 8",
             "trace_prompts: 400",

@@ -52,7 +52,7 @@ def test_summary_has_exactly_the_published_keys(finished: tuple[Path, dict]) -> 
         figures = {"tokens_per_s", "hit_rate", "mean_acceptance_length"}
         assert row["predicted"].keys() == figures
         assert row["measured"].keys() == figures | {"repeats", "repeat_spread"}
-        assert row["error"].keys() == {"tokens_per_s", "forecast_tokens_per_s"}
+        assert row["error"].keys() == {"tokens_per_s", "forecast_tokens_per_s", "tokens_per_s_interval"}
         for figure in figures:
             for kind in ("predicted", "measured"):
                 estimate = row[kind][figure]
