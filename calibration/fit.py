@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import theilslopes
 
 from calibration.breakdown import time_of_rounds
 from calibration.profile import Profile
@@ -19,6 +20,7 @@ from sim.trace import Lane, Operation, Trace
 
 FloatArray = NDArray[np.float64]
 Key = tuple[Lane, Operation]
+MOST_KNOTS = 6
 IN_SITU = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)
 FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the isolated ones are kept
 
@@ -47,13 +49,28 @@ def _tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
 
 
 def _table(operation: Operation, by_cell: dict[tuple[int, int], list[float]]) -> OperationLatency:
-    knots: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    ratios: list[float] = []
+    medians: dict[int, dict[int, float]] = defaultdict(dict)
     for (width, context), durations in sorted(by_cell.items()):
-        median = float(np.median(durations))
-        knots[width].append((context, median))
-        ratios.extend(np.array(durations) / median)
-    return OperationLatency(operation, {width: tuple(row) for width, row in knots.items()}, mid_quantiles(ratios))
+        medians[width][context] = float(np.median(durations))
+    knots = {width: _knots(row) for width, row in medians.items()}
+    table = OperationLatency(operation, knots, residuals=(1.0,))
+    ratios = [
+        duration / float(table.location_s(width, context))
+        for (width, context), durations in by_cell.items()
+        for duration in durations
+    ]
+    return replace(table, residuals=mid_quantiles(ratios))
+
+
+def _knots(medians: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    """Location over the context. Few contexts are joined as they are; many, which tree steps meet, are each known from
+    few samples and lie on a line, for attention reads every entry once. Its slope is not negative."""
+    if len(medians) <= MOST_KNOTS:
+        return tuple(medians.items())
+    contexts, values = (np.array(row) for row in zip(*medians.items(), strict=True))
+    slope = max(0.0, float(theilslopes(values, contexts).slope))
+    intercept = float(np.median(values - slope * contexts))
+    return tuple((int(c), intercept + slope * int(c)) for c in (contexts[0], contexts[-1]))
 
 
 def mid_quantiles(values: Iterable[float]) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -379,8 +379,11 @@ def take_in_turns(queues: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
 
 
 def held_out_prompts(corpus: Corpus, tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Rows of prompts.jsonl: NUM_PROMPTS_PER_SPLIT per split. Files alternate between the splits from the one with the
-    most excerpts down, so that the splits share no file and resemble each other."""
+    """Rows of prompts.jsonl: NUM_PROMPTS_PER_SPLIT per split.
+
+    The excerpts of every file alternate between the splits: both are samples of one workload. With some thirty files,
+    which differ among themselves, splits without a common file would be samples of two.
+    """
     texts = held_out_texts(corpus, tokenizer)
     queues: dict[str, list[str]] = {}
     seen: set[str] = set()
@@ -390,12 +393,14 @@ def held_out_prompts(corpus: Corpus, tokenizer: Tokenizer) -> list[dict[str, str
         fresh = [excerpt for excerpt in excerpts(text, tokenizer) if excerpt not in seen]
         seen.update(fresh)
         queues[name] = sorted(fresh, key=lambda excerpt: hashlib.sha256(excerpt.encode()).digest())
-    by_size = sorted((name for name in queues if queues[name]), key=lambda name: (-len(queues[name]), name))
-    rows = []
-    for split, names in (("calibration", by_size[0::2]), ("test", by_size[1::2])):
-        taken = islice(take_in_turns({name: queues[name] for name in names}), NUM_PROMPTS_PER_SPLIT)
-        rows += [{"text": excerpt, "file": name, "split": split} for name, excerpt in taken]
-    return rows
+    names = sorted(name for name in queues if queues[name])
+    splits: dict[str, list[dict[str, str]]] = {"calibration": [], "test": []}
+    turn = {name: index for index, name in enumerate(names)}  # every other file begins with the other split
+    for name, excerpt in take_in_turns({name: queues[name] for name in names}):
+        split = ("calibration", "test")[turn[name] % 2]
+        splits[split].append({"text": excerpt, "file": name, "split": split})
+        turn[name] += 1
+    return [row for rows in splits.values() for row in rows[:NUM_PROMPTS_PER_SPLIT]]
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -663,9 +668,9 @@ The library's `*.py` files without its tests: {corpus["num_train_files"]} files
 ({corpus["train_bytes"] / 1e6:.1f} MB) for training, {corpus["num_held_out_files"]}
 ({corpus["held_out_bytes"] / 1e6:.2f} MB) held out. A file is held out when the SHA-256 of its name, as an integer, is
 divisible by {HELD_OUT_ONE_IN}. `prompts.jsonl` holds {len(rows)} excerpts of held-out files, each starting at a
-definition and at least {MIN_PROMPT_TOKENS} tokens long; the splits `calibration`
-({len(files["calibration"])} files) and `test` ({len(files["test"])} files) share no file. Character tables are left
-out.
+definition and at least {MIN_PROMPT_TOKENS} tokens long. The excerpts of a file alternate between the splits
+`calibration` (from {len(files["calibration"])} files) and `test` ({len(files["test"])} files): no excerpt is in both,
+and both are samples of one workload. Character tables are left out.
 
 ## Limits
 

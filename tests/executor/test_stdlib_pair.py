@@ -78,10 +78,12 @@ def test_prompts_are_distinct_and_long_enough(rows, tokenizer) -> None:
     assert min(len(tokenizer.encode(row["text"]).ids) for row in rows) >= 128
 
 
-def test_splits_come_from_different_held_out_files(rows) -> None:
+def test_splits_hold_different_excerpts_of_held_out_files(rows) -> None:
+    texts = {split: {row["text"] for row in rows if row["split"] == split} for split in ("calibration", "test")}
+    assert not texts["calibration"] & texts["test"]
+    assert sum(map(len, texts.values())) == len(rows)
     files = {split: {row["file"] for row in rows if row["split"] == split} for split in ("calibration", "test")}
     assert all(len(names) >= 10 for names in files.values())
-    assert not files["calibration"] & files["test"]
     for name in files["calibration"] | files["test"]:
         assert int(hashlib.sha256(name.encode()).hexdigest(), 16) % 16 == 0, f"{name} was trained on"
 
