@@ -330,7 +330,7 @@ def finished(work: Path, stage: str, recipe: Recipe) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------ prompts
 
-NUM_PROMPTS_PER_SPLIT = 80
+NUM_PROMPTS_PER_SPLIT = 240
 MIN_PROMPT_TOKENS = 128
 DEFINITION = re.compile(r"^(?: {4})?(?:async )?(?:def|class) ", re.MULTILINE)
 
@@ -367,7 +367,7 @@ def excerpts(text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 def take_in_turns(queues: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """(file, excerpt) with the files taking turns, so that the first prompts of a split come from many files."""
+    """(file, excerpt) with the files taking turns, so that no large file dominates."""
     iterators = {name: iter(queue) for name, queue in queues.items()}
     for name in cycle(list(iterators)):
         if not iterators:
@@ -381,8 +381,9 @@ def take_in_turns(queues: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
 def held_out_prompts(corpus: Corpus, tokenizer: Tokenizer) -> list[dict[str, str]]:
     """Rows of prompts.jsonl: NUM_PROMPTS_PER_SPLIT per split.
 
-    The excerpts of every file alternate between the splits: both are samples of one workload. With some thirty files,
-    which differ among themselves, splits without a common file would be samples of two.
+    The excerpts of every file alternate between the splits, and each split is shuffled: any number of its first rows is
+    a sample of one workload. With some thirty files, which differ among themselves, splits without a common file would
+    be samples of two workloads.
     """
     texts = held_out_texts(corpus, tokenizer)
     queues: dict[str, list[str]] = {}
@@ -400,7 +401,8 @@ def held_out_prompts(corpus: Corpus, tokenizer: Tokenizer) -> list[dict[str, str
         split = ("calibration", "test")[turn[name] % 2]
         splits[split].append({"text": excerpt, "file": name, "split": split})
         turn[name] += 1
-    return [row for rows in splits.values() for row in rows[:NUM_PROMPTS_PER_SPLIT]]
+    chosen = [row for rows in splits.values() for row in rows[:NUM_PROMPTS_PER_SPLIT]]
+    return sorted(chosen, key=lambda row: (row["split"], hashlib.sha256(row["text"].encode()).digest()))
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
