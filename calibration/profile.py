@@ -184,16 +184,21 @@ def flattened(identity: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def check_workload(manifest: Mapping[str, Any], workload: Workload) -> None:
-    """Raises `BadInput` unless `workload` has the rules that the profile was measured under and none of its prompts.
+def check_prompts(calibration: Iterable[str], test: Workload) -> None:
+    """Raises `BadInput` if a prompt of `test` is among the calibration prompts, given by their hashes.
 
-    A record compared with itself shows no error, whatever the model: calibration and validation prompts are disjoint.
+    A record compared with itself shows no error, whatever the model.
     """
-    calibration = dict(manifest["workload"])
-    shared = set(calibration.pop("prompts")) & set(prompt_hashes(workload))
+    shared = set(calibration) & set(prompt_hashes(test))
     if shared:
         rule = "must not be validated on its own calibration prompts"
-        raise BadInput("profile", rule, f"{len(shared)} of {len(workload.prompts)} prompts in both")
+        raise BadInput("profile", rule, f"{len(shared)} of {len(test.prompts)} prompts in both")
+
+
+def check_workload(manifest: Mapping[str, Any], workload: Workload) -> None:
+    """Raises `BadInput` unless `workload` has the rules that the profile was measured under and none of its prompts."""
+    calibration = dict(manifest["workload"])
+    check_prompts(calibration.pop("prompts"), workload)
     for name, given in workload.identity().items():
         if calibration.get(name) != given:
             raise BadInput(f"workload.{name}", f"must be {calibration.get(name)!r} as in the profile", given)

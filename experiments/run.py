@@ -12,7 +12,14 @@ from typing import Any
 
 from calibration.breakdown import figures_of_merit
 from calibration.fit import fit
-from calibration.profile import Profile, check_identity, check_workload, profile_manifest, prompt_hashes
+from calibration.profile import (
+    Profile,
+    check_identity,
+    check_prompts,
+    check_workload,
+    profile_manifest,
+    prompt_hashes,
+)
 from calibration.report import report
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
@@ -42,6 +49,8 @@ def run_experiment(
     workload, or if a test prompt is among its calibration prompts.
     """
     test = bench.workload("test", config.workload.test_prompts)
+    calibration = bench.workload("calibration", config.workload.calibration_prompts)
+    check_prompts(prompt_hashes(calibration), test)
     if earlier:
         check_identity(earlier.identity, bench.identity)
     profile = earlier or measure_profile(config, bench, stages)

@@ -387,12 +387,16 @@ def held_out_prompts(corpus: Corpus, tokenizer: Tokenizer) -> list[dict[str, str
     """
     texts = held_out_texts(corpus, tokenizer)
     queues: dict[str, list[str]] = {}
-    seen: set[str] = set()
+    seen: set[tuple[int, ...]] = set()  # excerpts that begin alike are one prompt
     for name, text in texts.items():
         if is_table(text):
             continue
-        fresh = [excerpt for excerpt in excerpts(text, tokenizer) if excerpt not in seen]
-        seen.update(fresh)
+        fresh = []
+        for excerpt in excerpts(text, tokenizer):
+            beginning = tuple(tokenizer.encode(excerpt).ids[:EVALUATION_PROMPT_TOKENS])
+            if beginning not in seen:
+                seen.add(beginning)
+                fresh.append(excerpt)
         queues[name] = sorted(fresh, key=lambda excerpt: hashlib.sha256(excerpt.encode()).digest())
     names = sorted(name for name in queues if queues[name])
     splits: dict[str, list[dict[str, str]]] = {"calibration": [], "test": []}
