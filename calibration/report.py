@@ -51,8 +51,8 @@ DEFINITIONS = """\
   *Accepted / drafted* depends on the speculation length and ranks nothing.
 - **hit rate**: look-ups whose outcome had a prepared speculation; also by the source of the round that ended with it.
 - **regret**: share of tokens/s lost by running the recommended policy and not the best of those measured.
-- **lossless**: greedy token ids equal to AR's. A *near-tie flip* departs from them only where the target's two best
-  logits are tied within rounding."""
+- **lossless**: greedy token ids equal to AR's; transformers' own `generate` is compared as well. A *near-tie flip*
+  departs from them only where the target's two best logits are tied within rounding."""
 
 NOT_MODELLED = """\
 - Batches of more than one sequence, load and queueing, and more than one placement of the two models.
@@ -192,7 +192,8 @@ def _lossless(lossless: Mapping[str, int] | None, differences: Sequence[Mapping[
     if lossless is None:
         return "At temperature > 0 the texts have the same law, not the same tokens; the test suite checks the law."
     lines = [
-        f"{lossless['identical']} of {lossless['prompts']} prompts gave the same tokens under every policy and repeat; "
+        f"{lossless['identical']} of {lossless['prompts']} prompts gave the same tokens under every policy and repeat "
+        "and by transformers' own generate; "
         f"{lossless['near_tie_flips']} differ at a tie within rounding."
     ]
     lines += [f"- {d['policy']}, prompt {d['prompt']}: {_departure(d)}" for d in differences]

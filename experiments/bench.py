@@ -73,6 +73,12 @@ class Bench:
         budget_s = settings.latency_budget_s
         return measure_latency(self.runner, grid, budget_s, self.config.seed, progress=progress).samples
 
+    def generate(self, workload: Workload) -> Trace:
+        """The texts of transformers' own greedy decoding."""
+        from executor.reference import generate
+
+        return generate(self.runner, workload)
+
     def top2_gap(self, tokens: tuple[int, ...]) -> float:
         """The target's gap between its two largest logits after `tokens`."""
         from executor.profiling import top2_gap

@@ -180,7 +180,10 @@ def measure_policies(
 def compare_texts(
     measured: Sequence[Repeats], policies: Sequence[Policy], bench: Bench, test: Workload
 ) -> Losslessness | None:
-    """Token ids of every policy and repeat against the first AR run; None where only the law of the text is equal."""
+    """Token ids of every policy and repeat, and of transformers' `generate`, against the first AR run.
+
+    None where only the law of the text is equal.
+    """
     if test.temperature > 0:
         return None
     names = [policy.name for policy in policies]
@@ -188,7 +191,8 @@ def compare_texts(
     def top2_gap(prompt: int, tokens: tuple[int, ...]) -> float:
         return bench.top2_gap(test.prompts[prompt] + tokens)
 
-    return check_losslessness(measured[0][0], dict(zip(names, measured, strict=True)), top2_gap)
+    others = dict(zip(names, measured, strict=True)) | {"transformers generate": [bench.generate(test)]}
+    return check_losslessness(measured[0][0], others, top2_gap)
 
 
 # ------------------------------------------------------------------------------------------------------------- compare

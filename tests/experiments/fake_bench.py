@@ -12,7 +12,7 @@ import numpy as np
 from experiments.config import ExperimentConfig
 from sim.agreement import AgreementRecord
 from sim.latency import LatencySample
-from sim.policy import Policy
+from sim.policy import Autoregressive, Policy
 from sim.simulate import simulate
 from sim.system import System
 from sim.trace import Lane, Operation, Trace
@@ -118,6 +118,9 @@ class FakeBench:
         ]
         progress(1, 1)
         return samples
+
+    def generate(self, workload: Workload) -> Trace:
+        return self.execute(Autoregressive(), workload, 0)
 
     def top2_gap(self, tokens: tuple[int, ...]) -> float:
         return self.gap
