@@ -13,14 +13,13 @@ from scipy.stats import theilslopes
 from calibration.breakdown import time_of_rounds
 from calibration.profile import Profile
 from sim.errors import BadInput
-from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency
+from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency, equally_likely
 from sim.policy import policy_from_dict
 from sim.system import HostTerm, System, host_term
 from sim.trace import Lane, Operation, Trace
 
 FloatArray = NDArray[np.float64]
 Key = tuple[Lane, Operation]
-MOST_KNOTS = 6
 IN_SITU = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)
 FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the isolated ones are kept
 
@@ -28,15 +27,30 @@ FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the
 def fit(profile: Profile) -> System:
     """The system that the profile's samples, short runs and agreement record speak of."""
     latency = LatencyModel(_tables(profile.latency))
+    host_s = _host_times(profile.traces)
+    missing = [term.value for term in HostTerm if term not in host_s]
+    if missing:
+        raise BadInput("profile", f"its short runs must hold rounds of every kind; none of: {', '.join(missing)}")
     isolated = System(
         latency=latency,
         contention={lane: _slowdown(profile.latency, latency, lane) for lane in Lane},
-        host_s=_host_times(profile.traces),
+        host_s=host_s,
         agreement=profile.agreement,
         identity=profile.identity,
         overlaps=profile.identity["concurrency"] != "serial",
     )
     return replace(isolated, in_situ=_in_situ(profile.traces, isolated))
+
+
+def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
+    """The system as fast as the machine was during `traces`: host times and residuals in situ are taken from them.
+
+    What does not occur in them stays as it was.
+    """
+    seen = _in_situ(traces, system)
+    kinds = system.in_situ.keys() | seen.keys()
+    in_situ = {kind: {**system.in_situ.get(kind, {}), **seen.get(kind, {})} for kind in kinds}
+    return replace(system, host_s={**system.host_s, **_host_times(traces)}, in_situ=in_situ)
 
 
 def _tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
@@ -52,31 +66,38 @@ def _table(operation: Operation, by_cell: dict[tuple[int, int], list[float]]) ->
     medians: dict[int, dict[int, float]] = defaultdict(dict)
     for (width, context), durations in sorted(by_cell.items()):
         medians[width][context] = float(np.median(durations))
-    knots = {width: _knots(row) for width, row in medians.items()}
+    knots = {
+        width: _line(row) if operation is Operation.TREE_STEP and len(row) > 2 else tuple(row.items())
+        for width, row in medians.items()
+    }
     table = OperationLatency(operation, knots, residuals=(1.0,))
     ratios = [
         duration / float(table.location_s(width, context))
         for (width, context), durations in by_cell.items()
         for duration in durations
     ]
-    return replace(table, residuals=mid_quantiles(ratios))
+    return replace(table, residuals=equal_shares(ratios))
 
 
-def _knots(medians: dict[int, float]) -> tuple[tuple[int, float], ...]:
-    """Location over the context. Few contexts are joined as they are; many, which tree steps meet, are each known from
-    few samples and lie on a line, for attention reads every entry once. Its slope is not negative."""
-    if len(medians) <= MOST_KNOTS:
-        return tuple(medians.items())
+def _line(medians: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    """Location of a tree step over the context. Tree steps meet many contexts, each known from few samples, and lie on
+    a line, for attention reads every entry once. Its slope is not negative."""
     contexts, values = (np.array(row) for row in zip(*medians.items(), strict=True))
     slope = max(0.0, float(theilslopes(values, contexts).slope))
     intercept = float(np.median(values - slope * contexts))
     return tuple((int(c), intercept + slope * int(c)) for c in (contexts[0], contexts[-1]))
 
 
-def mid_quantiles(values: Iterable[float]) -> tuple[float, ...]:
-    """`NUM_RESIDUALS` equally likely values: the quantiles in the middle of equal shares, which cuts both tails."""
-    levels = (np.arange(NUM_RESIDUALS) + 0.5) / NUM_RESIDUALS
-    return tuple(float(value) for value in np.quantile(np.fromiter(values, dtype=float), levels))
+def equal_shares(values: Iterable[float]) -> tuple[float, ...]:
+    """At most `NUM_RESIDUALS` equally likely values with the mean of all, after the outermost 1 % are pulled in."""
+    return tuple(float(value) for value in equally_likely(_pulled_in(values), NUM_RESIDUALS))
+
+
+def _pulled_in(values: Iterable[float]) -> FloatArray:
+    """The values with those beyond the 1 % and 99 % quantiles set to them: one wild sample moves nothing."""
+    sample = np.fromiter(values, dtype=float)
+    low, high = np.quantile(sample, 0.01, method="higher"), np.quantile(sample, 0.99, method="lower")
+    return np.clip(sample, low, max(low, high))
 
 
 def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lane) -> float:
@@ -84,7 +105,7 @@ def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lan
     ratios = [
         s.duration_s / float(latency[lane, s.operation].location_s(s.num_tokens, s.context))
         for s in samples
-        if s.lane is lane and s.busy
+        if s.lane is lane and s.busy and s.operation in IN_SITU
     ]
     return max(1.0, float(np.median(ratios))) if ratios else 1.0
 
@@ -102,27 +123,18 @@ def _in_situ(traces: Sequence[Trace], isolated: System) -> dict[str, dict[Key, t
                 ratio = s.duration_s / float(table.location_s(s.num_tokens, s.context) * slowdown)
                 ratios[trace.policy["kind"]][s.lane, s.operation].append(ratio)
     return {
-        kind: {key: mid_quantiles(row) for key, row in rows.items() if len(row) >= FEWEST_IN_SITU}
+        kind: {key: equal_shares(row) for key, row in rows.items() if len(row) >= FEWEST_IN_SITU}
         for kind, rows in ratios.items()
     }
 
 
 def _host_times(traces: Sequence[Trace]) -> dict[HostTerm, float]:
-    """Mean time of a round that no operation explains, by kind of round; the largest and smallest 5 % are left out."""
+    """Mean time of a round that no operation explains, for the kinds of round that occur."""
     unexplained: dict[HostTerm, list[float]] = defaultdict(list)
     for trace in traces:
         for term, seconds in _unexplained(trace):
             unexplained[term].append(seconds)
-    missing = [term.value for term in HostTerm if not unexplained[term]]
-    if missing:
-        raise BadInput("profile", f"its short runs must hold rounds of every kind; none of: {', '.join(missing)}")
-    return {term: max(0.0, _trimmed_mean(unexplained[term])) for term in HostTerm}
-
-
-def _trimmed_mean(values: Sequence[float]) -> float:
-    ordered = np.sort(np.asarray(values))
-    cut = int(0.05 * len(ordered))
-    return float(ordered[cut : len(ordered) - cut].mean())
+    return {term: max(0.0, float(_pulled_in(seconds).mean())) for term, seconds in unexplained.items()}
 
 
 def _unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:

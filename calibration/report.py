@@ -41,16 +41,19 @@ DEFINITIONS = """\
 - **repeat spread**: half the range of the repeats' tokens/s over their mean: how far a measurement differs from itself.
 - **forecast**: made from the profile alone, before the run; the policies are chosen by it.
 - **predicted**: the same prediction at the speed that the machine had during the run. Between the measured runs,
-  reference policies (AR, one SD, SSD with either fallback) decode calibration prompts; from their spans the level of
-  every operation and the host times are fitted again. No measured run enters. Where a machine drifts, the forecast has
-  the drift in it, the prediction has not.
+  reference policies (AR, one SD, SSD with either fallback, of another K than the measured ones where the search has
+  one) decode calibration prompts; from their spans the level of every operation and the host times are fitted again. No
+  measured run enters; AR is AR in either case. Where a machine drifts, the forecast has the drift in it, the prediction
+  has not.
 - **error**: predicted over measured tokens/s, minus 1. Predictions come from calibration prompts, measurements from
-  test prompts; its interval is what the spread of both sets of prompts allows. One that holds 0 is explained by it.
+  test prompts; its interval is what the spread of both sets of prompts allows. One that holds 0 is compatible with
+  that spread alone. *Forecast error* is the same of the forecast.
 - **mean acceptance length**: tokens emitted per round, the bonus token included; *accepted / round* leaves it out.
 - **acceptance rate**: accepted over tested draft tokens (the accepted ones, and the one rejected).
   *Accepted / drafted* depends on the speculation length and ranks nothing.
 - **hit rate**: look-ups whose outcome had a prepared speculation; also by the source of the round that ended with it.
-- **regret**: share of tokens/s lost by running the recommended policy and not the best of those measured.
+- **regret**: share of tokens/s lost by running the recommended policy and not the best of those measured, which are
+  AR, the best SD and the best SSD of the search: it shows a wrong kind of decoding, not a wrong fan-out.
 - **lossless**: greedy token ids equal to AR's; transformers' own `generate` is compared as well. A *near-tie flip*
   departs from them only where the target's two best logits are tied within rounding."""
 
@@ -59,6 +62,8 @@ NOT_MODELLED = """\
 - Saguaro sampling (a down-weighted draft distribution), fallbacks other than `draft` and `none`, abandoning a late
   build.
 - GPUs: nothing here was measured on one.
+- The steps of a build are taken to vary independently of each other and of the verification; in fact they share the
+  machine's moods.
 - Latency outside the profiled widths and contexts is refused, not extrapolated."""
 
 
@@ -156,12 +161,21 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
                 _interval(predicted["tokens_per_s"], ".1f"),
                 _interval(measured["tokens_per_s"], ".1f"),
                 _error(row["error"]),
+                f"{100 * row['error']['forecast_tokens_per_s']:+.1f} %",
                 f"±{100 * measured['repeat_spread']:.1f} %",
                 _pair(predicted["mean_acceptance_length"], measured["mean_acceptance_length"], ".2f"),
                 _pair(predicted["hit_rate"], measured["hit_rate"], ".1f", scale=100),
             ]
         )
-    head = ["policy", "forecast tokens/s", "predicted tokens/s", "measured tokens/s", "error", "repeat spread"]
+    head = [
+        "policy",
+        "forecast tokens/s",
+        "predicted tokens/s",
+        "measured tokens/s",
+        "error",
+        "forecast error",
+        "repeat spread",
+    ]
     return [*head, "emitted / round, predicted / measured", "hit rate %, predicted / measured"], rows
 
 

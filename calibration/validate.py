@@ -27,7 +27,7 @@ class Comparison:
     """One policy's prediction beside its measurement.
 
     `forecast` was made from the profile alone, before the run; `prediction` knows how fast the machine was during the
-    run, from runs of other policies on calibration prompts. `repeat_spread` is half the range of the repeats' tokens/s
+    run, from reference policies that decoded calibration prompts in between. `repeat_spread` is half the range of the repeats' tokens/s
     over their mean.
     """
 
@@ -49,9 +49,9 @@ class Comparison:
         return self.prediction.tokens_per_s.value / self.tokens_per_s.value - 1
 
     def error_interval(self) -> list[float] | None:
-        """95 % interval of the error from the spread of the prompts, calibration and test ones being independent.
+        """95 % interval of the error from the spread of the prompts, as if all were drawn independently.
 
-        None if one of the two has no interval. An interval that holds 0 says that the prompts alone explain the error.
+        None if one of the two has no interval. If it holds 0, the error is compatible with that spread alone.
         """
         parts = (self.prediction.tokens_per_s, self.tokens_per_s)
         half_widths = [(part.high - part.low) / 2 / part.value for part in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from transformers import GenerationConfig
 
 from executor.concurrency import Runner
 from sim.errors import BadInput
@@ -35,14 +36,20 @@ def generate(runner: Runner, workload: Workload) -> Trace:
 @torch.inference_mode()
 def _batch(runner: Runner, workload: Workload, indices: list[int]) -> list[Sequence]:
     prompts = torch.tensor([workload.prompts[index] for index in indices])
-    output = runner.target.model.model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=workload.max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(workload.stop_ids) or None,
-        pad_token_id=0,
-    )
+    model = runner.target.model.model
+    # A checkpoint's own generation settings (a repetition penalty, say) are none of ours.
+    usual, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=workload.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(workload.stop_ids) or None,
+            pad_token_id=0,
+        )
+    finally:
+        model.generation_config = usual
     texts = output[:, prompts.shape[1] :].tolist()
     return [
         _sequence(index, prompts.shape[1], text, workload.stop_ids) for index, text in zip(indices, texts, strict=True)

@@ -19,7 +19,7 @@ Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class WorkloadConfig(Section):
-    """What is decoded. Calibration and test prompts are different prompts from different files."""
+    """What is decoded. Calibration and test prompts are different excerpts of the same files."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     max_new_tokens: Annotated[int, Field(ge=2)]
@@ -108,6 +108,9 @@ def _checked(document: Document) -> ExperimentConfig:
     largest, limit = max(search.budgets), max(profile.branch_counts)
     rule = f"must not exceed the largest of profile.branch_counts = {limit}"
     require(largest <= limit, ("search", "budgets"), rule, largest)
+
+    smallest = min(profile.branch_counts)
+    require(smallest == 1, ("profile", "branch_counts"), "must begin with 1, which the length cap can bring", smallest)
 
     first, last = workload.prompt_tokens, workload.prompt_tokens + workload.max_new_tokens
     rule = f"must span {first}..{last}, workload.prompt_tokens to prompt_tokens + max_new_tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.breakdown import figures_of_merit
-from calibration.fit import fit
+from calibration.fit import at_speed_of, fit
 from calibration.profile import (
     Profile,
     check_identity,
@@ -60,13 +60,13 @@ def run_experiment(
     with stages.stage("search"):
         found = search(search_space(config.search), test, system)
     policies = {kind: found.best(kind).policy for kind in KINDS}
-    companions = companion_runs(config, bench)
+    companions = companion_runs(config, bench, policies.values())
     measured = measure_policies(config, list(policies.values()), bench, test, companions, stages)
     with stages.stage("check the texts"):
         lossless = compare_texts(measured, list(policies.values()), bench, test)
     with stages.stage("compare"):
         # The same profile at the speed that the machine had during the run.
-        system_then = fit(replace(profile, traces=tuple(companions.by_policy())))
+        system_then = at_speed_of(system, companions.by_policy())
         predictions = predict_all(list(policies.values()), test, system_then)
         comparisons = [
             compare(found.best(kind), prediction, traces)
@@ -82,7 +82,7 @@ def run_experiment(
     profile.write(folder / "profile")
     system.write(folder / "system.json")
     system_then.write(folder / "system_during_run.json")
-    write_traces(folder / "traces", measured, simulated)
+    write_traces(folder / "traces", measured, simulated, companions.by_policy())
     write_results(folder, summary, details, manifest, measured[-1][0], simulated[-1])
     return summary
 
@@ -121,9 +121,14 @@ def measure_short_runs(
     return [trace for repeats in runs for trace in repeats]
 
 
-def trace_policies(config: ExperimentConfig) -> list[Policy]:
-    """AR, one SD, and SSD with each fallback: every kind of round whose host time the fit needs."""
-    K = sorted(config.search.speculation_lengths)[len(config.search.speculation_lengths) // 2]
+def trace_policies(config: ExperimentConfig, taken: Collection[int] = ()) -> list[Policy]:
+    """AR, one SD, and SSD with each fallback: every kind of round whose host time the fit needs.
+
+    Their speculation length is the middle one of the search, those `taken` left out where others remain.
+    """
+    lengths = sorted(config.search.speculation_lengths)
+    lengths = [K for K in lengths if K not in taken] or lengths
+    K = lengths[len(lengths) // 2]
     budget = sorted(config.search.budgets)[len(config.search.budgets) // 2]
     fan_out = uniform_fan_out(K, budget)
     return [
@@ -148,10 +153,11 @@ def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> Non
         bench.execute(policy, first, 0)
 
 
-def companion_runs(config: ExperimentConfig, bench: Bench) -> CompanionRuns:
-    """The profile's reference policies on its calibration prompts."""
+def companion_runs(config: ExperimentConfig, bench: Bench, measured: Iterable[Policy]) -> CompanionRuns:
+    """Reference policies of another speculation length than the measured ones, on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
-    return CompanionRuns(bench.execute, trace_policies(config), calibration, config.seed)
+    taken = {policy.speculation_length for policy in measured}
+    return CompanionRuns(bench.execute, trace_policies(config, taken), calibration, config.seed)
 
 
 def measure_policies(
@@ -291,8 +297,12 @@ def run_manifest(
     }
 
 
-def write_traces(folder: Path, measured: Sequence[Repeats], simulated: Sequence[Trace]) -> None:
-    """`measured/<kind>/<repeat>/` and `simulated/<kind>/`."""
+def write_traces(
+    folder: Path, measured: Sequence[Repeats], simulated: Sequence[Trace], companions: Sequence[Trace]
+) -> None:
+    """`measured/<kind>/<repeat>/`, `simulated/<kind>/` and `companions/<number>/`."""
+    for number, trace in enumerate(companions):
+        trace.write(folder / "companions" / str(number))
     for kind, repeats, virtual in zip(KINDS, measured, simulated, strict=True):
         virtual.write(folder / "simulated" / kind)
         for number, trace in enumerate(repeats):

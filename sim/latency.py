@@ -16,9 +16,7 @@ from sim.trace import Lane, Operation
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# Residuals are stored as this many equally likely ratios, the mid-quantiles of the samples. The outermost lie 1.25 %
-# from either end, so that a lone outlier among a hundred samples does not move them.
-NUM_RESIDUALS = 40
+NUM_RESIDUALS = 40  # equally likely ratios that stand for the spread of an operation's durations
 NUM_OF_SUM = 160  # equally likely values that stand for the distribution of a sum
 
 

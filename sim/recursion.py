@@ -111,7 +111,7 @@ def _synchronous(policy: Autoregressive | Speculative, replay: Replay, system: S
                 # The last draft token was never fed to the draft: the next first step takes two tokens.
                 ahead = contexts + k
                 two = system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 2, ahead, beside=False)
-                seconds += flow * (two - system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, ahead, beside=False))
+                seconds += flow * (two - system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, ahead + 1, beside=False))
     nothing = np.zeros((2, replay.num_prompts))
     return Expectation(replay.num_tokens(), rounds, seconds, nothing, nothing)
 

@@ -251,7 +251,8 @@ class _Decoding:
 
     def finish(self) -> None:
         agreement = self.timeline.system.agreement
-        stopped = self.length < self.timeline.workload.max_new_tokens or bool(agreement.stopped[self.prompt])
+        is_whole = self.length == int(agreement.lengths[self.prompt])
+        stopped = is_whole and bool(agreement.stopped[self.prompt])
         self.timeline.trace.sequences.append(
             Sequence(
                 index=self.prompt,

@@ -205,11 +205,8 @@ class _Times:
         seconds = seconds + self.draft_s[side, num_drafted, at - self.lowest, drawn]
         if two_unfed is not None and two_unfed.any():
             extra = two_unfed & (num_drafted > 0)
-            steps = [
-                self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, width, at[extra] - 1, beside=False)
-                for width in (2, 1)
-            ]
-            seconds[extra] += steps[0] - steps[1]
+            two = self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 2, at[extra] - 1, beside=False)
+            seconds[extra] += two - self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, at[extra], beside=False)
         return seconds
 
 
