@@ -27,8 +27,8 @@ class Comparison:
     """One policy's prediction beside its measurement.
 
     `forecast` was made from the profile alone, before the run; `prediction` knows how fast the machine was during the
-    run, from reference policies that decoded calibration prompts in between. `repeat_spread` is half the range of the repeats' tokens/s
-    over their mean.
+    run, from reference policies that decoded calibration prompts in between. `repeat_spread` is half the range of the
+    repeats' tokens/s over their mean.
     """
 
     forecast: Prediction

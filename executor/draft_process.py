@@ -20,14 +20,14 @@ from executor.draft_service import DraftService
 from executor.pairs import Pair
 from executor.sequence import Request
 from executor.speculation_cache import Speculation
-from sim.errors import BadInput
+from sim.errors import BadInput, RunFailed
 from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source, Span
 
 _STOP_TIMEOUT_S = 5.0
 
 
-class DraftFailed(RuntimeError):
+class DraftFailed(RunFailed):
     """The draft process raised an exception (its traceback is in the message) or died."""
 
 

@@ -213,7 +213,7 @@ class LatencyGrid:
             cells += [PrefillCell(context, T), LookupCell(context, usual, T)]
         if smallest == largest:
             cells += [BuildCell(largest, K, b, K, Operation.TREE_STEP, T) for b in self.branch_counts]
-        farthest = min(largest + (K - 1) * max(self.branch_counts), max_positions - K - 2)
+        farthest = min(largest + (K - 1) * max(self.branch_counts), max_positions - 2 * K - 2)
         if farthest > largest:
             cells += [BuildCell(farthest, K, b, 1, Operation.TREE_STEP, T) for b in self.branch_counts]
         return cells
@@ -243,7 +243,7 @@ def measure_latency(
     `progress` is called after each block with the blocks done and the blocks expected.
     """
     target_cells, draft_cells = grid.target_cells(), grid.draft_cells(runner.pair.max_positions)
-    _check_grid(runner, target_cells, draft_cells, grid.max_speculation_length)
+    _check_grid(runner, grid)
     shuffle = random.Random(seed).shuffle
     collected: list[LatencySample] = []
     start_s, num_blocks = now_s(), 0
@@ -260,11 +260,8 @@ def measure_latency(
     return LatencyProfile(collected, len(target_cells) + len(draft_cells), num_blocks)
 
 
-def _check_grid(
-    runner: Runner, target_cells: Sequence[TargetCell], draft_cells: Sequence[DraftCell], speculation_length: int
-) -> None:
-    largest = max(cell.context for cell in (*target_cells, *draft_cells))
-    needed = largest + 2 * speculation_length + 2
+def _check_grid(runner: Runner, grid: LatencyGrid) -> None:
+    needed = max(grid.contexts) + 2 * grid.max_speculation_length + 2
     if needed > runner.pair.max_positions:
         rule = f"with the look-ahead must fit the models' {runner.pair.max_positions} positions"
         raise BadInput("latency grid: contexts", rule, needed)

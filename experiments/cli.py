@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from sim.errors import BadInput
+from sim.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
 EXIT_NOT_LOSSLESS = 1
 EXIT_INTERRUPTED = 130
 
@@ -213,6 +214,9 @@ def main() -> None:
         code = _fail(str(error))
     except TyperException as error:
         code = _fail(error.format_message())
+    except (RunFailed, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_FAILED
     except (Abort, KeyboardInterrupt):
         print("interrupted; nothing was written", file=sys.stderr)
         code = EXIT_INTERRUPTED

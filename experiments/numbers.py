@@ -18,6 +18,7 @@ from sim.trace import Lane, Operation
 from sim.workload import Workload
 
 Milliseconds = Annotated[float, Field(ge=0)]
+PositiveMilliseconds = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -65,7 +66,7 @@ class HitConfig(Section):
 class TimesConfig(Section):
     """Milliseconds. A list over the number of tokens verified (1, 2, ..., K + 1), or one number for any of them."""
 
-    verify_ms: Milliseconds | tuple[Milliseconds, ...]
+    verify_ms: PositiveMilliseconds | tuple[PositiveMilliseconds, ...]
     draft_step_ms: Milliseconds
     glue_ms: Milliseconds = 0.0
     tree_step_ms: Milliseconds | None = None

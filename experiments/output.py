@@ -35,6 +35,7 @@ def _is_ours(path: Path) -> bool:
 @contextmanager
 def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind."""
+    path = path.absolute()
     check_free(path, overwrite=overwrite)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
@@ -65,7 +66,11 @@ def output_files(path: Path, *, overwrite: bool) -> Iterator[Path]:
         raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
     try:
         yield unfinished / path.name
-        for file in unfinished.iterdir():
+        files = list(unfinished.iterdir())
+        taken = [path.parent / file.name for file in files if (path.parent / file.name).exists()]
+        if taken and not overwrite:
+            raise BadInput(str(taken[0]), "already exists; give another --out or --overwrite")
+        for file in files:
             os.replace(file, path.parent / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -220,11 +220,15 @@ class AgreementRecord(Agreement):
     @classmethod
     def read(cls, path: Path) -> AgreementRecord:
         """Inverse of `write`. Raises `BadInput` naming the file and the column on a missing file, column or value."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if not path.exists():
+        if not path.is_file():
             raise BadInput(str(path), "no such agreement record; `saguaro profile` writes one")
-        table = pq.read_table(path)
+        try:
+            table = pq.read_table(path)
+        except pa.ArrowInvalid:
+            raise BadInput(str(path), "is not a parquet file") from None
         header = json.loads((table.schema.metadata or {}).get(b"agreement", b"{}"))
         if header.get("schema") != SCHEMA:
             raise BadInput(f"{path}: schema", f"must be {SCHEMA}", header.get("schema"))
@@ -232,6 +236,9 @@ class AgreementRecord(Agreement):
         missing = sorted(set(names) - set(table.column_names))
         if missing:
             raise BadInput(f"{path}: {missing[0]}", "this column is missing")
+        empty = [name for name in names if table[name].null_count]
+        if empty:
+            raise BadInput(f"{path}: {empty[0]}", "must not have empty cells")
         return cls(
             identity=header["identity"],
             prompt_length=np.array(header["prompt_length"], dtype=np.int64),

@@ -1,6 +1,10 @@
-"""What a user did wrong, said in one line."""
+"""What a user did wrong, said in one line, and what went wrong by itself."""
 
 from __future__ import annotations
+
+
+class RunFailed(RuntimeError):
+    """A run could not go on, and not because of its input. The command line prints it and exits with code 1."""
 
 
 class BadInput(ValueError):

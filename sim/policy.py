@@ -89,6 +89,8 @@ class SpeculativeSpeculative:
 
     def __post_init__(self) -> None:
         _require_count("speculation_length", self.speculation_length, 1)
+        if self.fallback not in list(Fallback):
+            raise BadInput("fallback", f"must be one of {', '.join(Fallback)}", self.fallback)
         object.__setattr__(self, "fallback", Fallback(self.fallback))
         for name, entries in (
             ("fan_out_after_hit", self.speculation_length + 1),
@@ -140,8 +142,6 @@ def policy_from_dict(data: dict[str, Any]) -> Policy:
     classes = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
     if kind not in classes:
         raise BadInput("policy.kind", f"must be one of {', '.join(SCHEMA_KINDS)}", kind)
-    if kind == "ssd" and fields.get("fallback", Fallback.DRAFT) not in list(Fallback):
-        raise BadInput("policy.fallback", f"must be one of {', '.join(Fallback)}", fields["fallback"])
     try:
         return classes[kind](**fields)
     except TypeError as error:

@@ -117,11 +117,11 @@ class System:
     @classmethod
     def read(cls, path: Path) -> System:
         """Inverse of `write`. Raises `BadInput` naming file and key if something is missing or was exchanged."""
-        if not path.exists():
-            raise BadInput(str(path), "no such system; `saguaro fit` writes one")
+        if not path.is_file():
+            raise BadInput(str(path), "no such system file; `saguaro fit` writes one")
         try:
             data = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise BadInput(str(path), f"must be JSON ({error})") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise BadInput(
@@ -131,10 +131,25 @@ class System:
         missing -= data.keys()
         if missing:
             raise BadInput(f"{path}: {min(missing)}", "this key is missing")
+        try:
+            return cls._from_dict(data, path)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(str(path), f"must be as `saguaro fit` writes it ({type(error).__name__}: {error})") from None
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any], path: Path) -> System:
+        host_s = {HostTerm(term): float(value) for term, value in data["host_s"].items()}
+        contention = {Lane(lane): float(value) for lane, value in data["contention"].items()}
+        for name, kinds, given in (("host_s", HostTerm, host_s), ("contention", Lane, contention)):
+            missing = [kind.value for kind in kinds if kind not in given]
+            if missing:
+                raise BadInput(f"{path}: {name}.{missing[0]}", "this key is missing")
         return cls(
             latency=LatencyModel.from_dict(data["latency"]),
-            contention={Lane(lane): float(value) for lane, value in data["contention"].items()},
-            host_s={HostTerm(term): float(value) for term, value in data["host_s"].items()},
+            contention=contention,
+            host_s=host_s,
             agreement=_read_agreement(data["agreement"], path),
             identity=data["identity"],
             overlaps=data["overlaps"],

@@ -158,7 +158,10 @@ class Trace:
             raise BadInput(f"{path}: schema", f"must be {SCHEMA}", header.get("schema"))
         trace = cls(policy=header["policy"], workload=header["workload"], meta=header["meta"])
         for name, rows, row_type in trace._tables():
-            rows.extend(_from_rows(pq.read_table(folder / f"{name}.parquet").to_pylist(), row_type))
+            file = folder / f"{name}.parquet"
+            if not file.is_file():
+                raise BadInput(str(file), "no such file; a trace folder holds trace.json and three parquet tables")
+            rows.extend(_from_rows(pq.read_table(file).to_pylist(), row_type))
         return trace
 
     def _tables(self) -> list[tuple[str, list, type]]:

@@ -138,7 +138,7 @@ def test_the_grid_covers_every_operation_of_a_run_within_its_contexts() -> None:
 
 def test_tree_steps_reach_as_far_as_the_positions() -> None:
     farthest = max(cell.context for cell in GRID.draft_cells(50) if isinstance(cell, BuildCell))
-    assert farthest == 50 - 3 - 2
+    assert farthest == 50 - 2 * 3 - 2
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from tests.sim.toy import markov, record_of, system_of, workload_of
         (lambda: SpeculativeSpeculative(1, (1, -2), (1, 1)), "fan_out_after_hit: must be an integer >= 0, got -2"),
         (lambda: policy_from_dict({"kind": "sdd"}), "policy.kind: must be one of ar, sd, ssd, got 'sdd'"),
         (lambda: policy_from_dict({"kind": "sd", "k": 3}), "policy of kind sd"),
-        (lambda: policy_from_dict({"kind": "ssd", "fallback": "ngram"}), "policy.fallback: must be one of draft, none"),
+        (lambda: SpeculativeSpeculative(1, (1, 1), (1, 1), "ngram"), "fallback: must be one of draft, none"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_value(build, message):
