@@ -159,8 +159,11 @@ def _texts(path: Path, split: str) -> Iterator[str]:
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    shared = folder / "tokenizer.json"
-    return [shared] if shared.is_file() else [_require_file(folder / role / "tokenizer.json") for role in ROLES]
+    """The target's first; a role's own file counts even where there is a shared one."""
+    shared, own = folder / "tokenizer.json", [folder / role / "tokenizer.json" for role in ROLES]
+    if shared.is_file():
+        return [shared, *(path for path in own if path.is_file())]
+    return [_require_file(path) for path in own]
 
 
 def _check_tokenizers(folder: Path, vocab_size: int) -> None:
@@ -169,11 +172,12 @@ def _check_tokenizers(folder: Path, vocab_size: int) -> None:
     for path, vocabulary in zip(files, vocabularies, strict=True):
         if max(vocabulary, default=-1) >= vocab_size:
             raise BadInput(str(path), f"ids must be below the models' vocab_size {vocab_size}", max(vocabulary))
-    target, draft = vocabularies[0], vocabularies[-1]
-    for token_id in sorted(target.keys() | draft.keys()):
-        if target.get(token_id) != draft.get(token_id):
-            rule = f"must be the target's: id {token_id} is {target.get(token_id)!r} there"
-            raise BadInput(str(files[-1]), rule, draft.get(token_id))
+    first = vocabularies[0]
+    for path, vocabulary in zip(files[1:], vocabularies[1:], strict=True):
+        for token_id in sorted(first.keys() | vocabulary.keys()):
+            if first.get(token_id) != vocabulary.get(token_id):
+                rule = f"must be that of {files[0].relative_to(folder)}: id {token_id} is {first.get(token_id)!r} there"
+                raise BadInput(str(path), rule, vocabulary.get(token_id))
 
 
 def _vocabulary(path: Path) -> dict[int, str]:

@@ -96,7 +96,7 @@ def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
         from executor.concurrency import open_runner
     except ModuleNotFoundError as error:
         rule = "is needed to run models; pip install 'saguaro-planner[executor]'"
-        raise BadInput(str(error.name), rule) from None
+        raise BadInput(str(error.name or error), rule) from None
     with ExitStack() as stack:
         with stages.stage("load the pair"):
             runner = stack.enter_context(open_runner(pair, config.concurrency))

@@ -210,6 +210,8 @@ def main() -> None:
     """Entry point: bad input is one line on the error output and exit code 2; only bugs show a traceback."""
     try:
         code = app(standalone_mode=False)
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
     except BadInput as error:
         code = _fail(str(error))
     except TyperException as error:

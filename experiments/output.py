@@ -35,7 +35,7 @@ def _is_ours(path: Path) -> bool:
 @contextmanager
 def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind."""
-    path = path.absolute()
+    path = path.resolve()  # `.`, or a link to a folder
     check_free(path, overwrite=overwrite)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:

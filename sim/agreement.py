@@ -113,6 +113,17 @@ class AgreementRecord(Agreement):
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 row = int(np.argwhere(~np.isfinite(values))[0][0])
                 raise BadInput(f"{name}: {column}, row {row}", "must be finite")
+        for column, low, high in _BOUNDS:
+            values = getattr(self, column)
+            outside = np.argwhere((values < low) | (values > high))
+            if len(outside):
+                row = int(outside[0][0])
+                rule = f"must be in {low}..{high}"
+                raise BadInput(f"{name}: {column}, row {row}", rule, values[tuple(outside[0])].item())
+        if "temperature" not in self.identity or "max_new_tokens" not in self.identity:
+            raise BadInput(f"{name}: identity", "must hold temperature and max_new_tokens", sorted(self.identity))
+        if len(self.stopped) != self.num_prompts or (num_rows and not 0 <= self.prompt.max() < self.num_prompts):
+            raise BadInput(f"{name}: prompt_length", "must have one entry per prompt", self.num_prompts)
         lengths = np.bincount(self.prompt, minlength=self.num_prompts) if num_rows else np.zeros(self.num_prompts, int)
         expected = np.concatenate([np.arange(n) for n in lengths]) if num_rows else np.zeros(0)
         if not np.array_equal(self.position, expected) or (np.diff(self.prompt) < 0).any():
@@ -229,7 +240,10 @@ class AgreementRecord(Agreement):
             table = pq.read_table(path)
         except pa.ArrowInvalid:
             raise BadInput(str(path), "is not a parquet file") from None
-        header = json.loads((table.schema.metadata or {}).get(b"agreement", b"{}"))
+        try:
+            header = json.loads((table.schema.metadata or {}).get(b"agreement", b"{}"))
+        except ValueError:
+            raise BadInput(str(path), "must be an agreement record (its header is not JSON)") from None
         if header.get("schema") != SCHEMA:
             raise BadInput(f"{path}: schema", f"must be {SCHEMA}", header.get("schema"))
         names = [f.name for f in fields(cls) if f.name not in _NOT_ROWS]
@@ -248,4 +262,16 @@ class AgreementRecord(Agreement):
         )
 
 
+_ROUNDING = 1e-6
+_BOUNDS = (
+    ("prompt", 0, np.inf),
+    ("token", 0, np.inf),
+    ("rank", 0, np.inf),
+    ("log_p", -np.inf, _ROUNDING),
+    ("log_q", -np.inf, _ROUNDING),
+    ("overlap", 0, 1 + _ROUNDING),
+    ("top_token", 0, np.inf),
+    ("top_p", 0, 1 + _ROUNDING),
+    ("top_q", 0, 1 + _ROUNDING),
+)
 _NOT_ROWS = ("identity", "prompt_length", "stopped", "source")

@@ -76,7 +76,9 @@ class SearchResult:
 def search(space: SearchSpace, workload: Workload, system: System) -> SearchResult:
     """Predict every candidate of the space exactly and rank by tokens/s."""
     predictions = predict_all(candidates(space, system.agreement), workload, system)
-    return SearchResult(sorted(predictions, key=lambda p: -p.tokens_per_s.value))
+    fastest = max(p.tokens_per_s.value for p in predictions)
+    # Rates that differ by rounding are equal; the order of the candidates, simplest first, then decides.
+    return SearchResult(sorted(predictions, key=lambda p: -round(p.tokens_per_s.value / max(fastest, 1e-300), 9)))
 
 
 def candidates(space: SearchSpace, agreement: Agreement) -> list[Policy]:

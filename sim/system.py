@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -60,9 +61,19 @@ class System:
     overlaps: bool = True
     in_situ: Mapping[str, InSitu] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for lane, value in self.contention.items():
+            if not (math.isfinite(value) and value >= 1):
+                raise BadInput(f"contention.{lane.value}", "must be a finite number >= 1", value)
+        for term, value in self.host_s.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise BadInput(f"host_s.{term.value}", "must be a finite number >= 0", value)
+        if not isinstance(self.overlaps, bool):
+            raise BadInput("overlaps", "must be true or false", self.overlaps)
+
     def as_run_by(self, policy: Policy) -> System:
         """This system with the residuals of runs of the policy's decoder, where there are any."""
-        kind = policy.to_dict()["kind"]
+        kind = policy.to_dict()["kind"] if policy.speculation_length else "ar"
         if kind not in self._by_kind:
             tables = dict(self.latency.operations)
             for key, residuals in self.in_situ.get(kind, {}).items():
@@ -135,7 +146,7 @@ class System:
             return cls._from_dict(data, path)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, BadInput):
-                raise
+                raise error if str(path.parent) in str(error) else BadInput(str(path), str(error)) from None
             raise BadInput(str(path), f"must be as `saguaro fit` writes it ({type(error).__name__}: {error})") from None
 
     @classmethod

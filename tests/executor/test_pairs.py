@@ -79,11 +79,22 @@ def test_equal_tokenizers_in_both_roles_are_accepted(folder: Path) -> None:
     assert load_pair(folder).prompts("test", 2, 1) == ((1,), (2,))
 
 
+def test_a_draft_tokenizer_beside_a_shared_one_is_compared(folder: Path) -> None:
+    swapped = token_names()
+    swapped[40], swapped[90] = swapped[90], swapped[40]
+    give_each_role_a_tokenizer(folder, swapped)
+    (folder / "target" / "tokenizer.json").rename(folder / "tokenizer.json")
+    with pytest.raises(BadInput, match=r"draft/tokenizer.json: must be that of tokenizer.json: id 40 is 't40' there"):
+        load_pair(folder)
+
+
 def test_a_tokenizer_with_two_ids_swapped_is_refused(folder: Path) -> None:
     swapped = token_names()
     swapped[40], swapped[90] = swapped[90], swapped[40]
     give_each_role_a_tokenizer(folder, swapped)
-    with pytest.raises(BadInput, match=r"draft/tokenizer.json: must be the target's: id 40 is 't40' there, got 't90'"):
+    with pytest.raises(
+        BadInput, match=r"draft/tokenizer.json: must be that of target/tokenizer.json: id 40 is 't40' there, got 't90'"
+    ):
         load_pair(folder)
 
 

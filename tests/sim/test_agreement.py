@@ -136,9 +136,17 @@ def test_select_repeats_and_reorders_prompts():
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"), [("log_q", np.nan, "log_q, row 2: must be finite"), ("overlap", np.inf, "overlap")]
+    ("column", "value", "message"),
+    [
+        ("log_q", np.nan, "log_q, row 2: must be finite"),
+        ("overlap", np.inf, "overlap"),
+        ("overlap", 3.0, "overlap, row 2: must be in 0"),
+        ("log_p", 0.5, "log_p, row 2: must be in -inf"),
+        ("rank", -1, "rank, row 2: must be in 0"),
+        ("prompt", 5, "prompt_length: must have one entry per prompt"),
+    ],
 )
-def test_values_that_are_not_finite_are_refused(column, value, message):
+def test_impossible_values_are_refused(column, value, message):
     record = record_of(*markov(2), num_prompts=1, length=5, seed=1)
     broken = getattr(record, column).copy()
     broken[2] = value

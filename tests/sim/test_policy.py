@@ -23,7 +23,7 @@ from sim.policy import (
 from sim.recursion import outcome_hit_mass
 from sim.search import SearchSpace, candidates, search
 from sim.trace import Source
-from tests.sim.toy import markov, record_of, system_of, workload_of
+from tests.sim.toy import markov, record_of, scripted_record, system_of, workload_of
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,13 @@ def test_search_prefers_ar_when_drafting_costs_too_much():
     record = record_of(*markov(3), num_prompts=20, length=20, seed=1)
     costly = system_of(record, draft_step_s=0.05, glue_s=0.05, tree_step_s=0.05)
     result = search(SearchSpace((1, 2, 3), (2, 6)), workload_of(record), costly)
+    assert isinstance(result.recommended.policy, Autoregressive)
+
+
+def test_equal_rates_go_to_the_simplest_policy():
+    """Nothing is ever accepted and drafting costs nothing: every policy is as fast as AR, which is recommended."""
+    record = scripted_record(0.0, num_prompts=3, length=20, rank=3)
+    free = system_of(record, draft_step_s=0.0, glue_s=0.0, tree_step_s=0.0)
+    result = search(SearchSpace((1, 2, 3), (2, 3)), workload_of(record), free)
+    assert result.ranked[-1].tokens_per_s.value == pytest.approx(result.ranked[0].tokens_per_s.value)
     assert isinstance(result.recommended.policy, Autoregressive)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sim import metrics
+from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, OperationLatency, equally_likely, mean_of_maximum, sum_of_independent
 from sim.policy import SpeculativeSpeculative
@@ -189,3 +190,33 @@ def test_measured_figures_of_a_simulated_trace_match_its_expectation():
     for source, rate in metrics.hit_rate_by_source(traces).items():
         assert rate.value == pytest.approx(expected.hit_rate_by_source[source].value, abs=0.03)
     assert metrics.overlap(traces).value == pytest.approx(1.0), "a build of 6 ms hides behind a verification of 10 ms"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"contention": {"target": 0.1, "draft": 1.0}}, "contention.target: must be a finite number >= 1, got 0.1"),
+        ({"contention": {"target": 1.0}}, "contention.draft: this key is missing"),
+        ({"overlaps": "no"}, "overlaps: must be true or false"),
+        ({"latency": {"target.verify": {}}}, "must be as `saguaro fit` writes it"),
+        ({"latency": {"moon.verify": {}}}, "must be as `saguaro fit` writes it"),
+        ({"host_s": {"ar": "fast"}}, "must be as `saguaro fit` writes it"),
+        ({"host_s": {"ar": 0, "sd": 0, "hit": -0.1, "miss": 0}}, "host_s.hit: must be a finite number >= 0"),
+        ({"agreement": {}}, "must be as `saguaro fit` writes it"),
+    ],
+)
+def test_a_system_with_impossible_entries_is_named(tmp_path, change, message):
+    path = tmp_path / "system.json"
+    system_of(record_of(*markov(1), num_prompts=2, length=6, seed=1)).write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadInput, match=message) as caught:
+        System.read(path)
+    assert "system.json" in str(caught.value)
+
+
+def test_a_folder_or_a_foreign_file_is_no_record(tmp_path):
+    with pytest.raises(BadInput, match="no such system file"):
+        System.read(tmp_path)
+    (tmp_path / "noise.parquet").write_bytes(b"noise")
+    with pytest.raises(BadInput, match="is not a parquet file"):
+        AgreementRecord.read(tmp_path / "noise.parquet")
