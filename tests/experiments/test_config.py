@@ -151,3 +151,13 @@ def test_policy_from_text_and_from_file(tmp_path: Path, policy) -> None:
 def test_bad_policy_is_refused(text: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         load_policy(text)
+
+
+CONFIGS = sorted(path for path in QUICKSTART.parent.glob("*.yaml") if path.name != "from_numbers.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_experiment_that_comes_along_is_valid(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    assert load_config(path, reduced=True).workload.test_prompts < config.workload.test_prompts
