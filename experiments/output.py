@@ -37,19 +37,12 @@ def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind."""
     path = path.resolve()  # `.`, or a link to a folder
     check_free(path, overwrite=overwrite)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
-    try:
-        yield unfinished
+    with _unfinished(path) as folder:
+        yield folder
         check_free(path, overwrite=overwrite)
         if path.exists():
             shutil.rmtree(path)
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        folder.rename(path)
 
 
 @contextmanager
@@ -59,18 +52,25 @@ def output_files(path: Path, *, overwrite: bool) -> Iterator[Path]:
         raise BadInput(str(path), "already exists; give another --out or --overwrite")
     if path.is_dir():
         raise BadInput(str(path), "is a folder; give the name of a file")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
-    try:
-        yield unfinished / path.name
-        files = list(unfinished.iterdir())
+    with _unfinished(path) as folder:
+        yield folder / path.name
+        files = list(folder.iterdir())
         taken = [path.parent / file.name for file in files if (path.parent / file.name).exists()]
         if taken and not overwrite:
             raise BadInput(str(taken[0]), "already exists; give another --out or --overwrite")
         for file in files:
             os.replace(file, path.parent / file.name)
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A hidden folder beside `path` that is gone when the block ends, unless it was renamed."""
+    folder = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        yield folder
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)

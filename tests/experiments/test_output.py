@@ -98,3 +98,29 @@ def test_files_move_beside_each_other(tmp_path: Path) -> None:
     with output_files(out, overwrite=True) as file:
         file.write_text("[]")
     assert out.read_text() == "[]"
+
+
+def test_a_link_and_the_current_folder_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    with output_folder(link, overwrite=False) as folder:
+        (folder / "manifest.json").write_text("{}")
+    assert (real / "manifest.json").is_file() and link.is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with output_folder(Path(), overwrite=False) as folder:
+        (folder / "manifest.json").write_text("{}")
+    assert (tmp_path / "here" / "manifest.json").is_file()
+
+
+def test_a_file_beside_the_one_asked_for_is_not_replaced_either(tmp_path: Path) -> None:
+    (tmp_path / "system.agreement.parquet").write_text("precious")
+    with (
+        pytest.raises(BadInput, match="agreement.parquet: already exists"),
+        output_files(tmp_path / "system.json", overwrite=False) as file,
+    ):
+        file.write_text("new")
+        file.with_name("system.agreement.parquet").write_text("new")
+    assert (tmp_path / "system.agreement.parquet").read_text() == "precious"
+    assert not (tmp_path / "system.json").exists()
