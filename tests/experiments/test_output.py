@@ -117,7 +117,7 @@ def test_a_link_and_the_current_folder_are_written_to(tmp_path: Path, monkeypatc
 def test_a_file_beside_the_one_asked_for_is_not_replaced_either(tmp_path: Path) -> None:
     (tmp_path / "system.agreement.parquet").write_text("precious")
     with (
-        pytest.raises(BadInput, match="agreement.parquet: already exists"),
+        pytest.raises(BadInput, match=r"agreement\.parquet: already exists"),
         output_files(tmp_path / "system.json", overwrite=False) as file,
     ):
         file.write_text("new")
