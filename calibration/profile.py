@@ -113,6 +113,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     missing = [key for key in ("identity", "workload", "num_traces") if key not in manifest]
     if missing:
         raise BadInput(f"{path}: {missing[0]}", "this key is missing")
+    if type(manifest["num_traces"]) is not int:
+        raise BadInput(f"{path}: num_traces", "must be an integer", manifest["num_traces"])
+    identity = manifest["identity"]
+    if not isinstance(identity, dict) or "concurrency" not in identity:
+        raise BadInput(f"{path}: identity", "must be a mapping that holds concurrency", identity)
     return manifest
 
 
@@ -143,6 +148,9 @@ def _to_sample(row: dict[str, Any], index: int, name: str) -> LatencySample:
         if row[column] not in list(kind):
             raise BadInput(f"{name}: {column}, row {index}", f"must be one of {', '.join(kind)}", row[column])
         row[column] = kind(row[column])
+    for column, types in (("num_tokens", int), ("context", int), ("block", int), ("busy", bool), ("duration_s", float)):
+        if type(row[column]) is not types:
+            raise BadInput(f"{name}: {column}, row {index}", f"must be of type {types.__name__}", row[column])
     return LatencySample(**row)
 
 

@@ -108,6 +108,8 @@ def parse_yaml(text: str, name: str) -> Document:
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "unreadable characters"
         raise BadInput(f"{name}{line}", f"is not one valid YAML document ({problem})") from None
+    except RecursionError:
+        raise BadInput(name, "is nested too deeply") from None
     for event in events:
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
             line = f", line {event.start_mark.line + 1}" if event.start_mark else ""

@@ -253,13 +253,18 @@ class AgreementRecord(Agreement):
         empty = [name for name in names if table[name].null_count]
         if empty:
             raise BadInput(f"{path}: {empty[0]}", "must not have empty cells")
-        return cls(
-            identity=header["identity"],
-            prompt_length=np.array(header["prompt_length"], dtype=np.int64),
-            stopped=np.array(header["stopped"], dtype=bool),
-            source=str(path),
-            **{name: np.array(table[name].to_pylist()) for name in names},
-        )
+        try:
+            return cls(
+                identity=header["identity"],
+                prompt_length=np.array(header["prompt_length"], dtype=np.int64),
+                stopped=np.array(header["stopped"], dtype=bool),
+                source=str(path),
+                **{name: np.array(table[name].to_pylist()) for name in names},
+            )
+        except BadInput:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(str(path), f"must be as `saguaro profile` writes it ({error})") from None
 
 
 _ROUNDING = 1e-6

@@ -148,20 +148,27 @@ class Trace:
     @classmethod
     def read(cls, folder: Path) -> Trace:
         """Inverse of `write`. Raises `BadInput` if a file is missing or of another schema."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path = folder / "trace.json"
         if not path.exists():
             raise BadInput(str(path), "no such file; a trace folder holds trace.json and three parquet tables")
-        header = json.loads(path.read_text())
-        if header.get("schema") != SCHEMA:
-            raise BadInput(f"{path}: schema", f"must be {SCHEMA}", header.get("schema"))
+        try:
+            header = json.loads(path.read_text())
+        except ValueError as error:
+            raise BadInput(str(path), f"must be JSON ({error})") from None
+        if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+            raise BadInput(f"{path}: schema", f"must be {SCHEMA}")
         trace = cls(policy=header["policy"], workload=header["workload"], meta=header["meta"])
         for name, rows, row_type in trace._tables():
             file = folder / f"{name}.parquet"
             if not file.is_file():
                 raise BadInput(str(file), "no such file; a trace folder holds trace.json and three parquet tables")
-            rows.extend(_from_rows(pq.read_table(file).to_pylist(), row_type))
+            try:
+                rows.extend(_from_rows(pq.read_table(file).to_pylist(), row_type))
+            except (pa.ArrowInvalid, TypeError, ValueError) as error:
+                raise BadInput(str(file), f"must be a table of a trace ({error})") from None
         return trace
 
     def _tables(self) -> list[tuple[str, list, type]]:

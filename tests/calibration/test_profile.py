@@ -26,7 +26,14 @@ from sim.trace import Lane, Operation
 from sim.workload import Workload
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
-IDENTITY = {"pair": "toy", "device": "cpu", "dtype": "float32", "threads": {"target": 1, "draft": 1}, "torch": "2.13.0"}
+IDENTITY = {
+    "pair": "toy",
+    "concurrency": "processes",
+    "device": "cpu",
+    "dtype": "float32",
+    "threads": {"target": 1, "draft": 1},
+    "torch": "2.13.0",
+}
 SAMPLE = LatencySample(Lane.TARGET, Operation.VERIFY, 4, 128, False, 0, 0.01)
 WORKLOAD = Workload("toy", ((1, 2), (3, 4)), max_new_tokens=8, temperature=1.0, stop_ids=(0,))
 
@@ -178,3 +185,18 @@ def test_prompts_differ_in_their_hashes() -> None:
     hashes = prompt_hashes(replace(WORKLOAD, prompts=((1, 2), (12,), (1, 2), (2, 1))))
     assert hashes[0] == hashes[2]
     assert len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_traces", "8", "num_traces: must be an integer, got '8'"),
+        ("identity", {}, "identity: must be a mapping that holds concurrency"),
+        ("identity", [], "identity: must be a mapping that holds concurrency"),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    manifest = {"schema": 1, "record": "calibration", "identity": {"concurrency": "serial"}, "workload": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"num_traces": 0} | {key: value}))
+    with pytest.raises(BadInput, match=message):
+        Profile.read(tmp_path)

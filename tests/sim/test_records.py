@@ -220,3 +220,22 @@ def test_a_folder_or_a_foreign_file_is_no_record(tmp_path):
     (tmp_path / "noise.parquet").write_bytes(b"noise")
     with pytest.raises(BadInput, match="is not a parquet file"):
         AgreementRecord.read(tmp_path / "noise.parquet")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("trace.json", b"{", "trace.json: must be JSON"),
+        ("trace.json", b"[]", "trace.json: schema: must be 1"),
+        ("spans.parquet", b"noise", "spans.parquet: must be a table of a trace"),
+        ("rounds.parquet", None, "rounds.parquet: no such file"),
+    ],
+)
+def test_a_broken_trace_is_named(tmp_path, file, content, message):
+    record = record_of(*markov(1), num_prompts=2, length=8, seed=1)
+    simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record)).write(tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        Trace.read(tmp_path)
