@@ -79,9 +79,11 @@ class Pair:
             raise BadInput("split", f"must be one of {', '.join(SPLITS)}", split)
         path = self.folder / "prompts.jsonl"
         prompts: list[tuple[int, ...]] = []
-        for text in _texts(path, split):
+        for text in list(_texts(path, split)):  # a damaged line is found wherever it stands
+            if len(prompts) == num:
+                break
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) >= num_tokens and len(prompts) < num:
+            if len(ids) >= num_tokens:
                 prompts.append(tuple(ids[:num_tokens]))
         if len(prompts) < num:
             raise BadInput(str(path), f"must hold {num} {split} prompts of {num_tokens} tokens", len(prompts))

@@ -198,11 +198,23 @@ class AgreementRecord(Agreement):
         return False
 
     def acceptance_table(self, draft_index: int) -> FloatArray:
+        return self._acceptance_table
+
+    @cached_property
+    def _acceptance_table(self) -> FloatArray:
         return self._padded(self.acceptance)
 
     def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
-        law = self.hit_after_rejection if accept_count < num_drafted else self.hit_after_acceptance
-        return self._padded(law(fan_out))
+        key = (fan_out, accept_count < num_drafted)
+        if key not in self._hit_tables:
+            law = self.hit_after_rejection if accept_count < num_drafted else self.hit_after_acceptance
+            self._hit_tables[key] = self._padded(law(fan_out))
+        return self._hit_tables[key]
+
+    @cached_property
+    def _hit_tables(self) -> dict[tuple[int, bool], FloatArray]:
+        """By fan-out and whether the round ended with a rejection: whatever the policy, there are no others."""
+        return {}
 
     def _padded(self, values: FloatArray) -> FloatArray:
         """(num_prompts, longest) table of a per-row array, 0 beyond each prompt's end."""

@@ -84,17 +84,19 @@ def search(space: SearchSpace, workload: Workload, system: System) -> SearchResu
 def candidates(space: SearchSpace, agreement: Agreement) -> list[Policy]:
     """Distinct policies of the space: AR, SD by K, then SSD by K and budget."""
     policies: list[Policy] = [Autoregressive(), *(Speculative(K) for K in sorted(space.speculation_lengths) if K > 0)]
+    acceptance, exponent = mean_acceptance(agreement), miss_exponent(agreement)
     for K in sorted(space.speculation_lengths):
         if K > 0:
-            policies.extend(_ssd_candidates(space, agreement, K))
+            policies.extend(_ssd_candidates(space, agreement, K, acceptance, exponent))
     return list(dict.fromkeys(policies))
 
 
-def _ssd_candidates(space: SearchSpace, agreement: Agreement, K: int) -> Iterator[SpeculativeSpeculative]:
+def _ssd_candidates(
+    space: SearchSpace, agreement: Agreement, K: int, acceptance: float, exponent: float
+) -> Iterator[SpeculativeSpeculative]:
     most = agreement.num_candidates
     widest = min(most, max(space.budgets))
     hit_mass = {source: outcome_hit_mass(agreement, K, widest, source).tolist() for source in SOURCES}
-    acceptance, exponent = mean_acceptance(agreement), miss_exponent(agreement)
     for budget in sorted(space.budgets):
         for rule in space.fan_out_rules:
             if rule == "uniform":
