@@ -17,14 +17,6 @@ NUM_PROMPTS = 32
 NEW_TOKENS = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, str]]:
     return [json.loads(line) for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
