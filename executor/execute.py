@@ -9,9 +9,11 @@ from executor.concurrency import Runner
 from executor.loops import autoregressive, speculative, speculative_speculative
 from executor.sequence import OpenSequence, Request
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
+
+RUN_FALLBACKS = (Fallback.DRAFT, Fallback.DRAFT_MISSING, Fallback.NONE)  # with one sequence the first two are one
 
 
 def execute(
@@ -54,7 +56,9 @@ def requests(workload: Workload, seed: int) -> Iterator[Request]:
 
 
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
-    """Every position that may be fed, look-ahead included, must exist in both models."""
+    """Every position that may be fed, look-ahead included, must exist in both models; the policy must be one that the
+    executor runs."""
+    check_runs(policy, workload)
     look_ahead = policy.speculation_length + 1 if isinstance(policy, SpeculativeSpeculative) else 0
     for index, prompt in enumerate(workload.prompts):
         needed = len(prompt) + workload.max_new_tokens + look_ahead
@@ -64,6 +68,22 @@ def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
         unknown = [token for token in prompt if not 0 <= token < runner.pair.vocab_size]
         if unknown:
             raise BadInput(f"workload: prompt {index}", f"token ids must be below {runner.pair.vocab_size}", unknown[0])
+
+
+def check_runs(policy: Policy, workload: Workload) -> None:
+    """Raises `BadInput` on what the simulator plans and the executor does not run."""
+    if workload.batch_size != 1:
+        raise BadInput(
+            "workload.batch_size", "must be 1: the executor decodes one sequence at a time", workload.batch_size
+        )
+    if isinstance(policy, SpeculativeSpeculative):
+        if policy.fallback not in RUN_FALLBACKS:
+            rule = f"the executor runs {', '.join(RUN_FALLBACKS)}"
+            raise BadInput("fallback", rule, policy.fallback.value)
+        if policy.downweight != 1:
+            raise BadInput("downweight", "the executor samples from the draft as it is: must be 1", policy.downweight)
+        if policy.on_late_build is not LateBuild.WAIT:
+            raise BadInput("on_late_build", "the executor waits for a late build", policy.on_late_build.value)
 
 
 def _decode(policy: Policy, request: Request, runner: Runner, trace: Trace) -> Sequence:

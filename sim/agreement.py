@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import BadInput
-from sim.trace import Source
+from sim.policy import Drafting
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
@@ -58,13 +58,13 @@ class Agreement(ABC):
         """Whether the acceptance of a draft token depends on its place in the speculation, beyond its position."""
 
     @abstractmethod
-    def acceptance_table(self, draft_index: int) -> FloatArray:
+    def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
         """Probability that draft token number `draft_index` of a round is accepted, if it is tested at a position."""
 
     @abstractmethod
-    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
-        """Probability that the bonus token at a position is among the `fan_out` prepared for `accept_count`, in a round
-        of `num_drafted` draft tokens whose speculation came from `source`."""
+    def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
+        """Probability that the bonus token at a position is among the `fan_out` prepared for `accept_count`, after the
+        draft token of this position was `rejected` or after all draft tokens were accepted."""
 
     @property
     def num_prompts(self) -> int:
@@ -197,17 +197,17 @@ class AgreementRecord(Agreement):
     def depends_on_draft_index(self) -> bool:
         return False
 
-    def acceptance_table(self, draft_index: int) -> FloatArray:
+    def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
         return self._acceptance_table
 
     @cached_property
     def _acceptance_table(self) -> FloatArray:
         return self._padded(self.acceptance)
 
-    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
-        key = (fan_out, accept_count < num_drafted)
+    def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
+        key = (fan_out, rejected)
         if key not in self._hit_tables:
-            law = self.hit_after_rejection if accept_count < num_drafted else self.hit_after_acceptance
+            law = self.hit_after_rejection if rejected else self.hit_after_acceptance
             self._hit_tables[key] = self._padded(law(fan_out))
         return self._hit_tables[key]
 

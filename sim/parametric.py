@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement
 from sim.errors import BadInput
+from sim.policy import Drafting
 from sim.theory import miss_rate
 from sim.trace import Source
 
@@ -98,11 +99,11 @@ class ParametricAgreement(Agreement):
         """Token ids are not known; zeros stand for them."""
         return (0,) * self.new_tokens
 
-    def acceptance_table(self, draft_index: int) -> FloatArray:
+    def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
         return np.full((1, self.new_tokens), self.acceptance[min(draft_index, len(self.acceptance) - 1)])
 
-    def hit_table(self, fan_out: int, accept_count: int, num_drafted: int, source: Source) -> FloatArray:
-        curves = self.after_hit if source is Source.HIT else self.after_miss
+    def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
+        curves = self.after_hit if drafting.source is Source.HIT else self.after_miss
         return np.full((1, self.new_tokens), curves[min(accept_count, len(curves) - 1)].hit_rate(fan_out))
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,14 +13,53 @@ from typing import Any
 from sim.errors import BadInput
 from sim.trace import Source
 
-SCHEMA_KINDS = ("ar", "sd", "ssd")
+SCHEMA_KINDS = ("ar", "sd", "ssd")  # of single policies; a table of them has kind "table"
 
 
 class Fallback(StrEnum):
-    """Who speculates after a miss."""
+    """Who speculates after a miss. In a batch a miss is a row whose look-up failed."""
 
-    DRAFT = "draft"  # the draft model drafts K tokens while the target waits
+    DRAFT = "draft"  # the draft model drafts K tokens for the whole batch, rows that had hit included, the target waits
+    DRAFT_MISSING = "draft_missing"  # the same for the missing rows only; the others keep their speculation and wait
+    NGRAM = "ngram"  # prompt look-up: what followed the last tokens where they occurred before (`sim.ngram`)
+    FILLER = "filler"  # K tokens drawn uniformly from the vocabulary, verified with that law
     NONE = "none"  # nobody: the next round verifies no draft token
+
+
+class Proposer(StrEnum):
+    """From which law the draft tokens of a round come."""
+
+    DRAFT_MODEL = "draft_model"
+    NGRAM = "ngram"
+    FILLER = "filler"
+
+
+class LateBuild(StrEnum):
+    """What happens to a build that is unfinished when the outcome is known."""
+
+    WAIT = "wait"  # it is finished before anything else
+    ABANDON = "abandon"  # if no row needs it, it ends with the operation in progress; a hit waits for its speculation
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How the draft tokens of the rounds of one source come about, and which outcomes are prepared beside them.
+
+    `num_drafted` is the largest number of draft tokens, before the length cap or a short n-gram lowers it. `fan_out[k]`
+    bonus tokens are prepared for accept count k (() without a speculation cache). At draft index k < K the draft model
+    samples from q', which multiplies q by `downweight` on its top `fan_out[k]` + 1 tokens where any are prepared.
+    """
+
+    proposer: Proposer
+    num_drafted: int
+    fan_out: tuple[int, ...]
+    source: Source
+    downweight: float = 1.0
+
+    def num_downweighted(self, draft_index: int) -> int:
+        """How many of the most likely tokens of q are down-weighted at a draft index."""
+        fan_out = self.fan_out[draft_index] if draft_index < len(self.fan_out) else 0
+        return fan_out + 1 if fan_out and self.downweight != 1 else 0
 
 
 def _require_count(name: str, value: object, minimum: int) -> None:
@@ -46,6 +85,9 @@ class Autoregressive:
     def fan_out(self, source: Source) -> tuple[int, ...]:
         return ()
 
+    def drafting(self, source: Source) -> Drafting:
+        return Drafting(Proposer.DRAFT_MODEL, 0, (), source)
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "ar"}
 
@@ -69,6 +111,9 @@ class Speculative:
     def fan_out(self, source: Source) -> tuple[int, ...]:
         return ()
 
+    def drafting(self, source: Source) -> Drafting:
+        return Drafting(Proposer.DRAFT_MODEL, self.speculation_length, (), source)
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "sd", "speculation_length": self.speculation_length}
 
@@ -80,18 +125,29 @@ class SpeculativeSpeculative:
     `fan_out_after_hit[k]` bonus tokens are prepared for accept count k in a round whose speculation was a cache hit;
     `fan_out_after_miss` likewise in a round that the fallback supplied (the first round of a sequence included). A list
     has one entry per possible accept count: K + 1, or 1 after a miss with fallback `none`, which verifies no draft.
+
+    `downweight` is C of Saguaro sampling (Definition 14), applied to the top F_k + 1 tokens rather than F_k: the
+    rejected token is left out of the prepared ones, and with F_k alone a lower C can lower the hit rate. 1 is plain
+    sampling.
     """
 
     speculation_length: int
     fan_out_after_hit: tuple[int, ...]
     fan_out_after_miss: tuple[int, ...]
     fallback: Fallback = Fallback.DRAFT
+    downweight: float = 1.0
+    on_late_build: LateBuild = LateBuild.WAIT
 
     def __post_init__(self) -> None:
         _require_count("speculation_length", self.speculation_length, 1)
-        if self.fallback not in list(Fallback):
-            raise BadInput("fallback", f"must be one of {', '.join(Fallback)}", self.fallback)
-        object.__setattr__(self, "fallback", Fallback(self.fallback))
+        if isinstance(self.downweight, bool) or not isinstance(self.downweight, (int, float)):
+            raise BadInput("downweight", "must be a number", self.downweight)
+        if not 0 < self.downweight <= 1:
+            raise BadInput("downweight", "must be above 0 and at most 1", self.downweight)
+        for name, kinds in (("fallback", Fallback), ("on_late_build", LateBuild)):
+            if getattr(self, name) not in list(kinds):
+                raise BadInput(name, f"must be one of {', '.join(kinds)}", getattr(self, name))
+            object.__setattr__(self, name, kinds(getattr(self, name)))
         for name, entries in (
             ("fan_out_after_hit", self.speculation_length + 1),
             ("fan_out_after_miss", self.num_drafted_after_miss + 1),
@@ -105,7 +161,7 @@ class SpeculativeSpeculative:
 
     @property
     def num_drafted_after_miss(self) -> int:
-        return self.speculation_length if self.fallback is Fallback.DRAFT else 0
+        return 0 if self.fallback is Fallback.NONE else self.speculation_length
 
     def num_drafted(self, source: Source) -> int:
         """Draft tokens in a round whose speculation came from `source`, before the length cap shortens it."""
@@ -115,12 +171,29 @@ class SpeculativeSpeculative:
         """Fan-out list of the build that runs beside a round whose speculation came from `source`."""
         return self.fan_out_after_hit if source is Source.HIT else self.fan_out_after_miss
 
+    def proposer(self, source: Source) -> Proposer:
+        """Who drafts in a round whose speculation came from `source`."""
+        fallbacks = {Fallback.NGRAM: Proposer.NGRAM, Fallback.FILLER: Proposer.FILLER}
+        return Proposer.DRAFT_MODEL if source is Source.HIT else fallbacks.get(self.fallback, Proposer.DRAFT_MODEL)
+
+    @property
+    def drafts_in_the_open(self) -> bool:
+        """Whether the draft model works while the target waits, after a miss and in a first round."""
+        return self.fallback in (Fallback.DRAFT, Fallback.DRAFT_MISSING)
+
+    def drafting(self, source: Source) -> Drafting:
+        """How a round whose speculation came from `source` drafts and prepares."""
+        downweight = self.downweight if self.proposer(source) is Proposer.DRAFT_MODEL else 1.0
+        return Drafting(self.proposer(source), self.num_drafted(source), self.fan_out(source), source, downweight)
+
     @property
     def name(self) -> str:
         after_hit = "/".join(map(str, self.fan_out_after_hit))
         after_miss = "/".join(map(str, self.fan_out_after_miss))
         lists = after_hit if after_hit == after_miss else f"{after_hit}|{after_miss}"
-        return f"SSD K={self.speculation_length} F={lists} {self.fallback.value}"
+        sampling = f" C={self.downweight:g}" if self.downweight != 1 else ""
+        abandoning = " abandon" if self.on_late_build is LateBuild.ABANDON else ""
+        return f"SSD K={self.speculation_length} F={lists} {self.fallback.value}{sampling}{abandoning}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -129,14 +202,49 @@ class SpeculativeSpeculative:
             "fan_out_after_hit": list(self.fan_out_after_hit),
             "fan_out_after_miss": list(self.fan_out_after_miss),
             "fallback": self.fallback.value,
+            "downweight": self.downweight,
+            "on_late_build": self.on_late_build.value,
         }
 
 
 Policy = Autoregressive | Speculative | SpeculativeSpeculative
 
 
+@dataclass(frozen=True)
+class PolicyTable:
+    """A policy for each range of batch sizes: entry (b, policy) holds from b rows on, up to the next entry.
+
+    Theorem 17's switch is one such table: the draft as its own fallback below a critical batch size, a fallback that
+    costs nothing from there on.
+    """
+
+    entries: tuple[tuple[int, Policy], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", tuple((start, policy) for start, policy in self.entries))
+        starts = [start for start, _ in self.entries]
+        if not starts or starts[0] != 1 or sorted(set(starts)) != starts:
+            raise BadInput("policy table", "must start at batch size 1 and rise", starts)
+
+    @property
+    def name(self) -> str:
+        return "; ".join(f"from {start}: {policy.name}" for start, policy in self.entries)
+
+    def at(self, batch_size: int) -> Policy:
+        """The policy of a round with `batch_size` rows."""
+        return next(policy for start, policy in reversed(self.entries) if start <= max(1, batch_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "table", "entries": [[start, policy.to_dict()] for start, policy in self.entries]}
+
+
+def policy_table_from_dict(data: dict[str, Any]) -> PolicyTable:
+    """Inverse of `PolicyTable.to_dict`."""
+    return PolicyTable(tuple((start, policy_from_dict(policy)) for start, policy in data["entries"]))
+
+
 def policy_from_dict(data: dict[str, Any]) -> Policy:
-    """Inverse of `to_dict`. Raises `BadInput` on an unknown kind or key."""
+    """Inverse of `to_dict` of a single policy. Raises `BadInput` on an unknown kind or key."""
     fields = dict(data)
     kind = fields.pop("kind", None)
     classes = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}

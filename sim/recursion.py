@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement
 from sim.latency import mean_of_maximum
-from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Drafting, Fallback, Policy, Proposer, Speculative, SpeculativeSpeculative
 from sim.replay import SOURCES, Replay
 from sim.system import System, host_term
 from sim.trace import Lane, Operation, Source
@@ -64,6 +64,7 @@ def outcome_hit_mass(agreement: Agreement, speculation_length: int, max_fan_out:
     Every position that leaves room for a whole round counts once as a start. Input of `sim.policy.exact_fan_out`.
     """
     K = speculation_length
+    drafting = Drafting(Proposer.DRAFT_MODEL, K, (max_fan_out,) * (K + 1), source)
     longest = int(agreement.lengths.max(initial=0))
     starts = np.arange(1, max(1, longest - K))  # position 0 comes from the prefill, no round tests it
     counted = starts + K < agreement.lengths[:, None]
@@ -71,10 +72,10 @@ def outcome_hit_mass(agreement: Agreement, speculation_length: int, max_fan_out:
     mass = np.zeros((K + 1, max_fan_out + 1))
     for k in range(K + 1):
         here = starts + k
-        accepted = agreement.acceptance_table(k)[:, here] if k < K else np.zeros_like(survived)
+        accepted = agreement.acceptance_table(k, drafting)[:, here] if k < K else np.zeros_like(survived)
         ended = survived * (1 - accepted)
         for f in range(max_fan_out + 1):
-            mass[k, f] = (ended * agreement.hit_table(f, k, K, source)[:, here]).sum()
+            mass[k, f] = (ended * agreement.hit_table(f, k, drafting, rejected=k < K)[:, here]).sum()
         survived = survived * accepted
     return mass
 
@@ -174,7 +175,9 @@ class _SideTables:
         key = (k, k < num_drafted)
         if key not in self.laws:
             hit_table = self.replay.agreement.hit_table
-            self.laws[key] = np.stack([hit_table(f, k, num_drafted, self.source) for f in self.fan_outs])
+            drafting = Drafting(Proposer.DRAFT_MODEL, num_drafted, (), self.source)
+            tables = [hit_table(f, k, drafting, rejected=k < num_drafted) for f in self.fan_outs]
+            self.laws[key] = np.stack(tables)
         return self.laws[key][self.fan_out[:, k], :, position]
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement
 from sim.errors import BadInput
+from sim.policy import Drafting, Proposer
 from sim.trace import Source
 from sim.workload import Workload
 
@@ -88,7 +89,9 @@ class Replay:
         """(num_prompts, width) acceptance of a draft token by its place in the speculation."""
         index = draft_index if self.agreement.depends_on_draft_index else 0
         if index not in self._acceptance:
-            self._acceptance[index] = self.agreement.acceptance_table(index)
+            self._acceptance[index] = self.agreement.acceptance_table(
+                index, Drafting(Proposer.DRAFT_MODEL, index + 1, (), Source.SYNCHRONOUS)
+            )
         return self._acceptance[index]
 
     def accept_counts(self, emitted: int, num_drafted: int) -> list[tuple[FloatArray, NDArray[np.bool_]]]:

@@ -12,8 +12,10 @@ from sim.agreement import Agreement
 from sim.errors import BadInput
 from sim.policy import (
     Autoregressive,
+    Drafting,
     Fallback,
     Policy,
+    Proposer,
     Speculative,
     SpeculativeSpeculative,
     exact_fan_out,
@@ -29,6 +31,8 @@ from sim.workload import Workload
 
 WIDEST_FITTED = 128  # fan-outs beyond it do not enter the fitted exponent
 FAN_OUT_RULES = ("uniform", "geometric", "exact")
+FIRST_DRAFT = Drafting(Proposer.DRAFT_MODEL, 1, (), Source.HIT)
+COMPLETE = Drafting(Proposer.DRAFT_MODEL, 0, (), Source.HIT)
 KINDS: dict[str, type] = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
 
 
@@ -39,7 +43,7 @@ class SearchSpace:
     speculation_lengths: tuple[int, ...]
     budgets: tuple[int, ...]
     fan_out_rules: tuple[str, ...] = FAN_OUT_RULES
-    fallbacks: tuple[Fallback, ...] = tuple(Fallback)
+    fallbacks: tuple[Fallback, ...] = (Fallback.DRAFT, Fallback.NONE)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.fan_out_rules) - set(FAN_OUT_RULES))
@@ -107,13 +111,13 @@ def _ssd_candidates(
                 lists = [exact_fan_out(hit_mass[source], budget) for source in SOURCES]
             after_hit, after_miss = (tuple(min(entry, most) for entry in fan_out) for fan_out in lists)
             for fallback in space.fallbacks:
-                miss_list = after_miss if fallback is Fallback.DRAFT else (min(budget, most),)
+                miss_list = (min(budget, most),) if fallback is Fallback.NONE else after_miss
                 yield SpeculativeSpeculative(K, after_hit, miss_list, fallback)
 
 
 def mean_acceptance(agreement: Agreement) -> float:
     """Mean acceptance of a first draft token over all positions that rounds can test."""
-    return float(agreement.acceptance_table(0)[_testable(agreement)].mean())
+    return float(agreement.acceptance_table(0, FIRST_DRAFT)[_testable(agreement)].mean())
 
 
 def miss_exponent(agreement: Agreement) -> float:
@@ -121,7 +125,7 @@ def miss_exponent(agreement: Agreement) -> float:
     token drawn from p after full acceptance. At least .01, so that Theorem 12 keeps its meaning."""
     testable = _testable(agreement)
     fan_outs = 2 ** np.arange(int(np.log2(min(agreement.num_candidates, WIDEST_FITTED))) + 1)
-    misses = np.array([1 - agreement.hit_table(int(f), 0, 0, Source.HIT)[testable].mean() for f in fan_outs])
+    misses = np.array([1 - agreement.hit_table(int(f), 0, COMPLETE, rejected=False)[testable].mean() for f in fan_outs])
     seen = misses > 1e-12
     if seen.sum() < 2:
         return 1.0

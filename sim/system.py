@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
-from sim.latency import LatencyModel, sum_of_independent
+from sim.latency import LatencyModel, latest_of, sum_of_independent
 from sim.parametric import ParametricAgreement
+from sim.placement import Placement
 from sim.policy import Policy, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 
@@ -60,6 +61,7 @@ class System:
     identity: dict[str, Any]
     overlaps: bool = True
     in_situ: Mapping[str, InSitu] = field(default_factory=dict)
+    placement: Placement = field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         for lane, value in self.contention.items():
@@ -85,28 +87,47 @@ class System:
     def _by_kind(self) -> dict[str, System]:
         return {}
 
-    def mean_s(self, lane: Lane, operation: Operation, num_tokens: int, context: Any, *, beside: bool) -> FloatArray:
+    def mean_s(
+        self, lane: Lane, operation: Operation, num_tokens: float, context: Any, *, beside: bool, batch_size: int = 1
+    ) -> FloatArray:
         """Mean duration at the contexts given; `beside` means while the other lane works."""
-        return self.latency[lane, operation].mean_s(num_tokens, context) * (
-            self.contention[lane] if beside and self.overlaps else 1.0
-        )
+        mean_s = self.latency[lane, operation].mean_s(num_tokens, context, batch_size)
+        return mean_s * self.slowdown(lane, beside=beside)
 
-    def samples_s(self, lane: Lane, operation: Operation, num_tokens: int, context: int, *, beside: bool) -> FloatArray:
+    def samples_s(
+        self, lane: Lane, operation: Operation, num_tokens: float, context: float, *, beside: bool, batch_size: int = 1
+    ) -> FloatArray:
         """(num_residuals,) equally likely durations."""
-        slowdown = self.contention[lane] if beside and self.overlaps else 1.0
-        return self.latency[lane, operation].samples_s(num_tokens, context) * slowdown
+        samples_s = self.latency[lane, operation].samples_s(num_tokens, context, batch_size)
+        return samples_s * self.slowdown(lane, beside=beside)
 
-    def draft_samples_s(self, num_drafted: int, context: int) -> FloatArray:
+    def slowdown(self, lane: Lane, *, beside: bool) -> float:
+        """Factor on the operations of a lane, `beside` the other lane's work or alone."""
+        return self.contention[lane] if beside and self.overlaps else 1.0
+
+    def draft_samples_s(self, num_drafted: int, context: float, batch_size: int = 1) -> FloatArray:
         """Equally likely durations of `num_drafted` >= 1 draft steps one after another, the target idle."""
         table = self.latency[Lane.DRAFT, Operation.DRAFT_STEP]
-        return table.sum_samples_s(1, context + np.arange(num_drafted))
+        contexts = context + np.arange(num_drafted)
+        shares = self.placement.shares_of_rows(batch_size)
+        return latest_of([table.sum_samples_s(1, contexts, rows) for rows in shares])
 
-    def build_samples_s(self, num_drafted: int, num_branches: int, num_steps: int, context: int) -> FloatArray:
-        """Equally likely durations of the build that goes with the verification of `num_drafted` draft tokens."""
-        glue = self.latency[Lane.DRAFT, Operation.GLUE].samples_s(num_drafted + 1, context)
-        slots = context + num_drafted + 1 + num_branches * np.arange(num_steps)
-        steps = self.latency[Lane.DRAFT, Operation.TREE_STEP].sum_samples_s(num_branches, slots)
-        return sum_of_independent([steps, glue]) * (self.contention[Lane.DRAFT] if self.overlaps else 1.0)
+    def build_samples_s(
+        self, num_drafted: float, num_branches: float, num_steps: int, context: float, batch_size: int = 1
+    ) -> FloatArray:
+        """Equally likely durations of the build that goes with the verification of `num_drafted` draft tokens.
+
+        Of `batch_size` rows with `num_branches` branches each; counts and context are means where rows differ. The
+        slowest draft device decides.
+        """
+        glue = self.latency[Lane.DRAFT, Operation.GLUE]
+        tree_step = self.latency[Lane.DRAFT, Operation.TREE_STEP]
+        shares = []
+        for rows, branches in self.placement.shares_of_build(num_branches, batch_size):
+            slots = context + num_drafted + 1 + branches * np.arange(num_steps)
+            steps_s = tree_step.sum_samples_s(branches, slots, rows)
+            shares.append(sum_of_independent([steps_s, glue.samples_s(num_drafted + 1, context, rows)]))
+        return latest_of(shares) * self.slowdown(Lane.DRAFT, beside=True)
 
     def write(self, path: Path) -> None:
         """Write `path` (JSON) and, beside it, an agreement record as `<stem>.agreement.parquet`, tied by its hash."""
@@ -117,6 +138,7 @@ class System:
             "host_s": {term.value: value for term, value in self.host_s.items()},
             "overlaps": self.overlaps,
             "contention": {lane.value: value for lane, value in self.contention.items()},
+            "placement": self.placement.to_dict(),
             "latency": self.latency.to_dict(),
             "in_situ_residual_ratios": {
                 kind: {f"{lane.value}.{operation.value}": list(row) for (lane, operation), row in rows.items()}
@@ -164,6 +186,7 @@ class System:
             agreement=_read_agreement(data["agreement"], path),
             identity=data["identity"],
             overlaps=data["overlaps"],
+            placement=Placement.from_dict(data.get("placement", {})),
             in_situ={
                 kind: {_key(name): tuple(row) for name, row in rows.items()}
                 for kind, rows in data["in_situ_residual_ratios"].items()

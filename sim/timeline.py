@@ -15,7 +15,7 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Drafting, Policy, Proposer, Speculative, SpeculativeSpeculative
 from sim.replay import Replay
 from sim.streams import Streams, outcome_uniforms
 from sim.system import System, host_term
@@ -64,7 +64,9 @@ class _Outcomes:
 
     def _is_hit(self, prompt: int, position: int, key: tuple[int, int, int, Source]) -> bool:
         if key not in self._hit_tables:
-            self._hit_tables[key] = self.replay.agreement.hit_table(*key)
+            fan_out, k, num_drafted, source = key
+            drafting = Drafting(Proposer.DRAFT_MODEL, num_drafted, (), source)
+            self._hit_tables[key] = self.replay.agreement.hit_table(fan_out, k, drafting, rejected=k < num_drafted)
         return bool(self.hit_uniforms[prompt, position] < self._hit_tables[key][prompt, position])
 
 

@@ -112,7 +112,9 @@ class _Run:
         for index, source in enumerate(SOURCES):
             for k, fan_out in enumerate(policy.fan_out(source)):
                 for all_accepted, num_drafted in enumerate((k + 1, k)):
-                    laws[index, k, all_accepted] = replay.agreement.hit_table(fan_out, k, num_drafted, source)
+                    laws[index, k, all_accepted] = replay.agreement.hit_table(
+                        fan_out, k, policy.drafting(source), rejected=k < num_drafted
+                    )
         return laws
 
 

@@ -27,7 +27,12 @@ def ssd(K: int, fan_out: int = 2, fallback: Fallback = Fallback.DRAFT, after_mis
 
 def policies(K: int):
     """SD, SSD with either fallback, SSD that never hits, SSD whose hits are never followed by one."""
-    return [Speculative(K), *(ssd(K, fallback=fallback) for fallback in Fallback), ssd(K, 0), ssd(K, 0, after_miss=2)]
+    return [
+        Speculative(K),
+        *(ssd(K, fallback=fallback) for fallback in (Fallback.DRAFT, Fallback.NONE)),
+        ssd(K, 0),
+        ssd(K, 0, after_miss=2),
+    ]
 
 
 def workload(max_new_tokens: int, texts=((1, 2, 3), (4,), (5, 6, 7, 8, 9)), temperature=0.0, stop_ids=()) -> Workload:

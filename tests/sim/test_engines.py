@@ -24,7 +24,7 @@ ENGINES = ["exact", "vectorized", "des"]
 
 
 def ssd(K: int, F: int, fallback: Fallback = Fallback.DRAFT) -> SpeculativeSpeculative:
-    after_miss = (F,) * (K + 1) if fallback is Fallback.DRAFT else (F,)
+    after_miss = (F,) * (K + 1) if fallback is not Fallback.NONE else (F,)
     return SpeculativeSpeculative(K, (F,) * (K + 1), after_miss, fallback)
 
 
@@ -174,10 +174,10 @@ def test_ssd_approaches_theorem_7(rank, hit_given_rejection):
 @st.composite
 def policies(draw):
     K = draw(st.integers(1, 5))
-    fallback = draw(st.sampled_from(list(Fallback)))
+    fallback = draw(st.sampled_from((Fallback.DRAFT, Fallback.DRAFT_MISSING, Fallback.NONE)))
     fan_out = st.integers(0, 4)
     after_hit = tuple(draw(fan_out) for _ in range(K + 1))
-    after_miss = tuple(draw(fan_out) for _ in range(K + 1 if fallback is Fallback.DRAFT else 1))
+    after_miss = tuple(draw(fan_out) for _ in range(K + 1 if fallback is not Fallback.NONE else 1))
     return draw(
         st.sampled_from([Speculative(K), SpeculativeSpeculative(K, after_hit, after_miss, fallback), Autoregressive()])
     )

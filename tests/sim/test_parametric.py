@@ -36,8 +36,8 @@ def agreements(draw):
 @st.composite
 def policies(draw):
     K = draw(st.integers(1, 5))
-    fallback = draw(st.sampled_from(list(Fallback)))
-    entries = K + 1 if fallback is Fallback.DRAFT else 1
+    fallback = draw(st.sampled_from((Fallback.DRAFT, Fallback.DRAFT_MISSING, Fallback.NONE)))
+    entries = K + 1 if fallback is not Fallback.NONE else 1
     fan_out = st.integers(0, 10)
     after_hit = tuple(draw(fan_out) for _ in range(K + 1))
     ssd = SpeculativeSpeculative(K, after_hit, tuple(draw(fan_out) for _ in range(entries)), fallback)

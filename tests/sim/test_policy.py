@@ -37,7 +37,7 @@ from tests.sim.toy import markov, record_of, scripted_record, system_of, workloa
         (lambda: SpeculativeSpeculative(1, (1, -2), (1, 1)), "fan_out_after_hit: must be an integer >= 0, got -2"),
         (lambda: policy_from_dict({"kind": "sdd"}), "policy.kind: must be one of ar, sd, ssd, got 'sdd'"),
         (lambda: policy_from_dict({"kind": "sd", "k": 3}), "policy of kind sd"),
-        (lambda: SpeculativeSpeculative(1, (1, 1), (1, 1), "ngram"), "fallback: must be one of draft, none"),
+        (lambda: SpeculativeSpeculative(1, (1, 1), (1, 1), "beam"), "fallback: must be one of draft, draft_missing,"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_value(build, message):
