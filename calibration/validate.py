@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sim import metrics
 from sim.errors import BadInput
 from sim.metrics import Estimate
+from sim.policy import Policy
 from sim.simulate import Prediction
 from sim.trace import Trace
 
@@ -31,8 +32,8 @@ class Comparison:
     repeats' tokens/s over their mean.
     """
 
-    forecast: Prediction
-    prediction: Prediction
+    forecast: Prediction[Policy]
+    prediction: Prediction[Policy]
     tokens_per_s: Estimate
     hit_rate: Estimate | None
     mean_acceptance_length: Estimate | None
@@ -78,7 +79,7 @@ class Comparison:
         }
 
 
-def compare(forecast: Prediction, prediction: Prediction, traces: Sequence[Trace]) -> Comparison:
+def compare(forecast: Prediction[Policy], prediction: Prediction[Policy], traces: Sequence[Trace]) -> Comparison:
     """Set both predictions beside the repeats of the same policy.
 
     Raises `BadInput` if one is of another policy, or a trace holds no round: then nothing was decoded that has a rate.
@@ -111,12 +112,12 @@ def estimate_regret(measured: Sequence[Sequence[Trace]], recommended: int) -> Es
     tokens = np.stack([metrics.decoded_tokens(traces) for traces in measured])
     seconds = np.stack([metrics.decode_seconds(traces) for traces in measured])
 
-    def lost(picks: NDArray[np.int64]) -> NDArray[np.float64]:
-        rates = tokens[:, picks].sum(-1) / seconds[:, picks].sum(-1)
+    def lost(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        rates = (tokens @ weights.T) / (seconds @ weights.T)
         return 1 - rates[recommended] / rates.max(0)
 
     num_prompts = tokens.shape[1]
-    value = float(lost(np.arange(num_prompts)))
+    value = float(lost(np.ones(num_prompts)))
     low, high = metrics.bootstrap(lost, num_prompts)
     return Estimate(value, low, high, num_prompts)
 
@@ -232,6 +233,6 @@ def interval(estimate: Estimate | None) -> dict[str, float | int | None] | None:
     return {key: value for key, value in estimate.to_dict().items() if key != "n"}
 
 
-def _figures(source: Prediction | Comparison) -> dict[str, Any]:
+def _figures(source: Prediction[Policy] | Comparison) -> dict[str, Any]:
     names = ("tokens_per_s", "hit_rate", "mean_acceptance_length")
     return {name: interval(getattr(source, name)) for name in names}

@@ -70,11 +70,12 @@ def measure_agreement(
     hashes = runner.pair.hashes
     identity = workload.identity() | {"pair": runner.pair.name, "target": hashes["target"], "draft": hashes["draft"]}
     return AgreementRecord(
-        identity=identity | {"seed": seed},
+        identity=identity | {"vocab_size": runner.pair.vocab_size, "seed": seed},
         prompt_length=np.array([len(prompt) for prompt in workload.prompts]),
         stopped=np.array([text.tokens[-1] in workload.stop_ids for text in texts]),
         prompt=np.repeat(np.arange(len(texts)), lengths),
         position=np.concatenate([np.arange(length) for length in lengths]),
+        prompt_tokens=workload.prompts,
         **values,
     )
 

@@ -46,6 +46,12 @@ class Bench:
             stop_ids=pair.stop_ids if rules.stop_at_end_of_text else (),
         )
 
+    def check_runs(self, policy: Policy, workload: Workload) -> None:
+        """Raises `BadInput` if the executor does not run the policy on the workload."""
+        from executor.execute import check_runs
+
+        check_runs(policy, workload)
+
     def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
         """Decode the workload for real."""
         from executor.execute import execute

@@ -48,6 +48,10 @@ AsJson = Annotated[
 ]
 
 
+bench_app = typer.Typer(help="Speed of the simulator, and whether its engines agree.", rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+
+
 @app.callback(invoke_without_command=True)
 def saguaro(
     context: typer.Context,
@@ -204,6 +208,55 @@ def run(
     if as_json:
         print(json.dumps(summary, indent=1))
     _exit_unless_lossless(summary)
+
+
+@bench_app.command("sim")
+def bench_sim(
+    as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
+) -> None:
+    """Policies and rounds per second of every engine, beside the bare event library; takes about two minutes."""
+    from experiments import benchmark
+
+    console = _console(as_json=as_json)
+    sizes = benchmark.REDUCED if reduced else benchmark.Sizes()
+    figures = benchmark.bench_sim(sizes, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    rows = [
+        (name, f"{value:,.3g}" if isinstance(value, float) and value < 10 else f"{value:,.0f}")
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
+    _print_table(("figure", "value"), rows, console)
+
+
+@bench_app.command("engines")
+def bench_engines(as_json: AsJson = False) -> None:
+    """Tokens/s of every kind of policy by every engine; exit code 1 if two of them differ beyond chance."""
+    from experiments import engine_agreement
+
+    console = _console(as_json=as_json)
+    cases = engine_agreement.compare_engines(lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(engine_agreement.to_json(cases), indent=1))
+    else:
+        rows = [
+            (
+                case.policy,
+                case.system,
+                str(case.batch_size),
+                "refused" if case.exact is None else f"{case.exact:.2f}",
+                f"{case.vectorized:.2f} ± {case.vectorized_half_width:.2f}",
+                f"{case.des:.2f} ± {case.des_half_width:.2f}",
+                f"{case.z:+.1f}",
+            )
+            for case in cases
+        ]
+        _print_table(("tokens/s", "system", "batch", "exact", "vectorized", "des", "z"), rows, console)
+    if not all(case.agrees for case in cases):
+        print("engines differ beyond chance", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def main() -> None:

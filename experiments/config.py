@@ -10,11 +10,12 @@ from pydantic import Field
 
 from experiments.strict_yaml import Document, Keys, Section, parse_yaml, read_yaml, validate
 from sim.errors import BadInput
-from sim.policy import Fallback, Policy, policy_from_dict
+from sim.policy import Fallback, LateBuild, Policy, policy_from_dict
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 Count = Annotated[int, Field(ge=1)]
+Downweight = Annotated[float, Field(gt=0, le=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -47,6 +48,8 @@ class SearchConfig(Section):
     budgets: Counts
     fan_out_rules: Annotated[tuple[Literal["uniform", "geometric", "exact"], ...], Field(min_length=1)]
     fallbacks: Annotated[tuple[Fallback, ...], Field(min_length=1)]
+    downweights: Annotated[tuple[Downweight, ...], Field(min_length=1)] = (1.0,)
+    on_late_builds: Annotated[tuple[LateBuild, ...], Field(min_length=1)] = (LateBuild.WAIT,)
 
 
 class RunConfig(Section):
@@ -147,6 +150,8 @@ class SpeculativeSpeculativeConfig(Section):
     fan_out_after_hit: tuple[Annotated[int, Field(ge=0)], ...]
     fan_out_after_miss: tuple[Annotated[int, Field(ge=0)], ...]
     fallback: Fallback = Fallback.DRAFT
+    downweight: Downweight = 1.0
+    on_late_build: LateBuild = LateBuild.WAIT
 
 
 POLICIES: Mapping[str, type[Section]] = {

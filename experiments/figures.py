@@ -20,7 +20,7 @@ LOOKS: dict[Operation, tuple[str, str]] = {
     Operation.TREE_STEP: ("#dbe8f4", ""),
     Operation.LOOKUP: ("#000000", ""),
 }
-SOURCE_MARKS = {Source.HIT: "hit", Source.MISS: "miss", Source.FIRST: "first", Source.SYNCHRONOUS: ""}
+SOURCE_MARKS = {source: "" if source is Source.SYNCHRONOUS else source.value for source in Source}
 LANES = (Lane.DRAFT, Lane.TARGET)  # from below
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def run_experiment(
     test = bench.workload("test", config.workload.test_prompts)
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     check_prompts(prompt_hashes(calibration), test)
+    for policy in one_of_each_kind(config.search):
+        bench.check_runs(policy, test)
     if earlier:
         check_identity(earlier.identity, bench.identity)
     profile = earlier or measure_profile(config, bench, stages)
@@ -142,8 +145,24 @@ def trace_policies(config: ExperimentConfig, taken: Collection[int] = ()) -> lis
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
+def one_of_each_kind(config: SearchConfig) -> list[Policy]:
+    """An SSD policy for every combination of fallback, sampling and late-build rule that the search may recommend."""
+    kinds = product(config.fallbacks, config.downweights, config.on_late_builds)
+    return [
+        SpeculativeSpeculative(1, (1, 1), (1,) if fallback is Fallback.NONE else (1, 1), fallback, downweight, late)
+        for fallback, downweight, late in kinds
+    ]
+
+
 def search_space(config: SearchConfig) -> SearchSpace:
-    return SearchSpace(config.speculation_lengths, config.budgets, config.fan_out_rules, config.fallbacks)
+    return SearchSpace(
+        config.speculation_lengths,
+        config.budgets,
+        config.fan_out_rules,
+        config.fallbacks,
+        config.downweights,
+        config.on_late_builds,
+    )
 
 
 def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> None:

@@ -5,12 +5,17 @@ policy on that text: at a tested position with committed token x the draft token
 min(1, q(x)/p(x)), and given rejection the rejected token y is independent of x with law (q - p)+ normalised. The
 outcome is a hit iff x is among the F most likely tokens of q, y left out (nothing is left out after K acceptances).
 p is the target's distribution, q the draft's.
+
+With Saguaro sampling the draft draws from q', which takes the place of q for acceptance and for y, not for what is
+prepared. A uniform filler is the case q' = 1/V, an n-gram the case of a q' that has one token: it is accepted iff it is
+x, and y is that token.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import BadInput
-from sim.policy import Drafting
+from sim.ngram import NgramProposals
+from sim.policy import Drafting, Proposer
+from sim.proposal import Proposal, downweighted_mass, downweighted_proposal, plain_proposal, uniform_proposal
+from sim.trace import Source
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+PLAIN = Drafting(Proposer.DRAFT_MODEL, 1, (), Source.SYNCHRONOUS)  # draft tokens from q itself
+TABLE_BYTES = 128e6  # what the tables of a record may take in memory; the oldest make room
+MIN_TABLES = 64  # kept whatever they take: what one policy needs
 
 
 class Agreement(ABC):
@@ -52,10 +64,14 @@ class Agreement(ABC):
     def num_candidates(self) -> int:
         """The largest fan-out of one accept count that can be evaluated."""
 
-    @property
     @abstractmethod
-    def depends_on_draft_index(self) -> bool:
-        """Whether the acceptance of a draft token depends on its place in the speculation, beyond its position."""
+    def check(self, drafting: Drafting) -> None:
+        """Raises `BadInput` if it does not say how rounds of this drafting go."""
+
+    def num_proposed(self, drafting: Drafting) -> IntArray:
+        """Draft tokens there are for a round by the number of tokens emitted before it, the length cap left out."""
+        shape = (self.num_prompts, int(self.lengths.max(initial=0)))
+        return np.broadcast_to(np.array(drafting.num_drafted), shape)
 
     @abstractmethod
     def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
@@ -65,6 +81,10 @@ class Agreement(ABC):
     def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
         """Probability that the bonus token at a position is among the `fan_out` prepared for `accept_count`, after the
         draft token of this position was `rejected` or after all draft tokens were accepted."""
+
+    def doubt_table(self, fan_out: int, accept_count: int, drafting: Drafting) -> FloatArray:
+        """By how much the `rejected` hit table may be wrong at a position; 0 where it is exact."""
+        return np.zeros((self.num_prompts, int(self.lengths.max(initial=0))))
 
     @property
     def num_prompts(self) -> int:
@@ -85,7 +105,8 @@ class AgreementRecord(Agreement):
 
     Probabilities are those of the processed distributions at the workload's temperature T; at T = 0 they are at
     temperature 1, and acceptance is decided by the draft's argmax instead. `identity` holds at least `dataset`,
-    `temperature`, `stop_ids`, `max_new_tokens`, `target`, `draft`.
+    `temperature`, `stop_ids`, `max_new_tokens`, `target`, `draft`; a filler needs its `vocab_size`, an n-gram the
+    `prompt_tokens`, which records of an earlier release lack.
     """
 
     identity: dict[str, Any]
@@ -102,6 +123,7 @@ class AgreementRecord(Agreement):
     top_p: FloatArray  # (n, M) their p
     top_q: FloatArray  # (n, M) their q
     source: str = field(default="", compare=False)  # the file it was read from, for messages
+    prompt_tokens: tuple[tuple[int, ...], ...] = ()  # of every prompt, or () where they were not recorded
 
     def __post_init__(self) -> None:
         num_rows = len(self.prompt)
@@ -124,6 +146,8 @@ class AgreementRecord(Agreement):
             raise BadInput(f"{name}: identity", "must hold temperature and max_new_tokens", sorted(self.identity))
         if len(self.stopped) != self.num_prompts or (num_rows and not 0 <= self.prompt.max() < self.num_prompts):
             raise BadInput(f"{name}: prompt_length", "must have one entry per prompt", self.num_prompts)
+        if self.prompt_tokens and [len(tokens) for tokens in self.prompt_tokens] != self.prompt_length.tolist():
+            raise BadInput(f"{name}: prompt_tokens", "must hold as many tokens of each prompt as prompt_length says")
         lengths = np.bincount(self.prompt, minlength=self.num_prompts) if num_rows else np.zeros(self.num_prompts, int)
         expected = np.concatenate([np.arange(n) for n in lengths]) if num_rows else np.zeros(0)
         if not np.array_equal(self.position, expected) or (np.diff(self.prompt) < 0).any():
@@ -152,23 +176,87 @@ class AgreementRecord(Agreement):
             prompt_length=self.prompt_length[prompts],
             stopped=self.stopped[prompts],
             source=self.source,
+            prompt_tokens=tuple(self.prompt_tokens[index] for index in prompts) if self.prompt_tokens else (),
             **columns,
         )
 
     # ------------------------------------------------------------------------------------------------ replay law
 
+    @property
+    def _name(self) -> str:
+        return self.source or "the record"
+
+    def check(self, drafting: Drafting) -> None:
+        if drafting.downweight != 1:
+            self._check_downweighting(drafting)
+        if drafting.num_drafted and drafting.proposer is Proposer.FILLER:
+            _ = self.vocab_size
+        if drafting.num_drafted and drafting.proposer is Proposer.NGRAM:
+            _ = self._ngrams
+
+    def _check_downweighting(self, drafting: Drafting) -> None:
+        if self.temperature == 0:
+            raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", drafting.downweight)
+        widest = max((drafting.num_downweighted(j) for j in range(drafting.num_drafted)), default=0)
+        if widest > self.num_candidates:
+            limit = f"{self.num_candidates - 1} where its draft token is down-weighted"
+            rule = f"must be <= {limit}, one less than the number of candidates recorded in {self._name}"
+            raise BadInput("fan-out", rule, widest - 1)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """V, of both models. Raises `BadInput` if it was not recorded."""
+        size = self.identity.get("vocab_size")
+        if isinstance(size, bool) or not isinstance(size, int) or size < self.num_candidates:
+            rule = f"must be recorded, an integer >= {self.num_candidates}, for uniformly drawn draft tokens (filler)"
+            raise BadInput(f"{self._name}: identity.vocab_size", rule, size)
+        return size
+
+    @cached_property
+    def _ngrams(self) -> NgramProposals:
+        if not self.prompt_tokens:
+            rule = "must be recorded for an n-gram proposal; `saguaro profile` of this release records them"
+            raise BadInput(f"{self._name}: prompt_tokens", rule)
+        return NgramProposals(self.prompt_tokens, tuple(self.text(prompt) for prompt in range(self.num_prompts)))
+
+    def num_proposed(self, drafting: Drafting) -> IntArray:
+        if drafting.proposer is not Proposer.NGRAM or not drafting.num_drafted:
+            return super().num_proposed(drafting)
+        return np.minimum(drafting.num_drafted, self._ngrams.lengths)
+
+    def _looked_up(self, draft_index: int, rows: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The n-gram's token at these positions in a round where it has number `draft_index`, and if there is one."""
+        start = self.position[rows] - draft_index
+        prompt, start, has_start = self.prompt[rows], np.maximum(0, start), start >= 0
+        token = self._ngrams.token(prompt, start, draft_index)
+        return token, has_start & (draft_index < self._ngrams.lengths[prompt, start])
+
     @cached_property
     def acceptance(self) -> FloatArray:
-        """(n,) probability that the draft token of a tested position is accepted, given the path."""
+        """(n,) probability that a draft token from q is accepted where it is tested, given the path."""
         if self.temperature == 0:
             return (self.rank == 0).astype(float)
         return np.exp(np.minimum(0.0, self.log_q - self.log_p))
 
+    def _acceptance(self, draft_index: int, drafting: Drafting) -> FloatArray:
+        """(n,) the same for whatever proposes draft token number `draft_index`."""
+        self.check(drafting)
+        if drafting.proposer is Proposer.NGRAM:
+            token, is_there = self._looked_up(draft_index, np.arange(len(self.token)))
+            return (is_there & (token == self.token)).astype(float)
+        if drafting.proposer is Proposer.FILLER:
+            log_p = self.log_p if self.temperature else np.zeros(len(self.log_p))
+            return np.exp(np.minimum(0.0, -np.log(self.vocab_size) - log_p))
+        num = drafting.num_downweighted(draft_index)
+        if num == 0:
+            return self.acceptance
+        weight = np.where(self.rank < num, drafting.downweight, 1.0)
+        weight = weight / downweighted_mass(self.top_q, num, drafting.downweight)
+        return np.exp(np.minimum(0.0, self.log_q + np.log(weight) - self.log_p))
+
     def _check_fan_out(self, fan_out: int) -> None:
         if fan_out > self.num_candidates:
-            rule = (
-                f"must be <= {self.num_candidates}, the number of candidates recorded in {self.source or 'the record'}"
-            )
+            rule = f"must be <= {self.num_candidates}, the number of candidates recorded in {self._name}"
             raise BadInput("fan-out", rule, fan_out)
 
     def hit_after_acceptance(self, fan_out: int) -> FloatArray:
@@ -177,44 +265,75 @@ class AgreementRecord(Agreement):
         return (self.rank < fan_out).astype(float)
 
     def hit_after_rejection(self, fan_out: int) -> FloatArray:
-        """(n,) probability that x is prepared given that the draft token y of this position was rejected.
+        """(n,) probability that x is prepared given that a draft token from q was rejected at its position."""
+        return self.bounds_after_rejection(fan_out, 0, PLAIN)[0]
+
+    def bounds_after_rejection(
+        self, fan_out: int, draft_index: int, drafting: Drafting
+    ) -> tuple[FloatArray, FloatArray]:
+        """(n,) bounds of the probability that x is prepared given that draft token y of this position was rejected; y
+        had number `draft_index` in its round.
 
         The prepared tokens are the top `fan_out` of q without y. If x stands at rank `fan_out` it moves up exactly when
         y stands before it.
         """
-        self._check_fan_out(fan_out)
-        if fan_out == 0:
-            return np.zeros(len(self.rank))
-        if self.temperature == 0:
-            moves_up = np.ones(len(self.rank))
-        else:
-            rejected_mass = np.maximum(0.0, self.top_q[:, :fan_out] - self.top_p[:, :fan_out]).sum(1)
-            total = 1.0 - self.overlap
-            moves_up = np.where(total > 1e-12, np.minimum(1.0, rejected_mass / np.maximum(total, 1e-12)), 1.0)
-        return np.where(self.rank < fan_out, 1.0, np.where(self.rank == fan_out, moves_up, 0.0))
+        self.check(drafting)
+        low = self.hit_after_acceptance(fan_out)
+        high = low.copy()
+        if fan_out:
+            edge = np.flatnonzero(self.rank == fan_out)
+            low[edge], high[edge] = self._stands_before(edge, fan_out, draft_index, drafting)
+        return low, high
 
-    @property
-    def depends_on_draft_index(self) -> bool:
-        return False
+    def _stands_before(
+        self, rows: IntArray, fan_out: int, draft_index: int, drafting: Drafting
+    ) -> tuple[FloatArray | float, FloatArray | float]:
+        """Bounds of the probability that a rejected token is among the top `fan_out` of q, none of which is x."""
+        if drafting.proposer is Proposer.NGRAM:
+            token, _ = self._looked_up(draft_index, rows)
+            known = (self.top_token[rows, :fan_out] == token[:, None]).any(1).astype(float)
+            return known, known
+        if self.temperature == 0:
+            # The draft model's token was the first; a uniform one is any but x.
+            certain = 1.0 if drafting.proposer is Proposer.DRAFT_MODEL else fan_out / max(1, self.vocab_size - 1)
+            return certain, certain
+        return self._proposal(rows, draft_index, drafting).rejected_within(fan_out)
+
+    def _proposal(self, rows: IntArray, draft_index: int, drafting: Drafting) -> Proposal:
+        top_p, top_q, overlap = self.top_p[rows], self.top_q[rows], self.overlap[rows]
+        num = drafting.num_downweighted(draft_index)
+        if drafting.proposer is Proposer.FILLER:
+            return uniform_proposal(top_p, self.vocab_size)
+        if num == 0:
+            return plain_proposal(top_p, top_q, overlap)
+        return downweighted_proposal(top_p, top_q, overlap, num, drafting.downweight)
+
+    # ---------------------------------------------------------------------------------------------------- tables
 
     def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
-        return self._acceptance_table
-
-    @cached_property
-    def _acceptance_table(self) -> FloatArray:
-        return self._padded(self.acceptance)
+        key = ("accepted", *_law_of(draft_index, drafting))
+        return self._tables.get(key, lambda: self._padded(self._acceptance(draft_index, drafting)))
 
     def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
-        key = (fan_out, rejected)
-        if key not in self._hit_tables:
-            law = self.hit_after_rejection if rejected else self.hit_after_acceptance
-            self._hit_tables[key] = self._padded(law(fan_out))
-        return self._hit_tables[key]
+        if rejected:
+            return self._after_rejection(fan_out, accept_count, drafting)[0]
+        return self._tables.get(("complete", fan_out), lambda: self._padded(self.hit_after_acceptance(fan_out)))
+
+    def doubt_table(self, fan_out: int, accept_count: int, drafting: Drafting) -> FloatArray:
+        return self._after_rejection(fan_out, accept_count, drafting)[1]
+
+    def _after_rejection(self, fan_out: int, accept_count: int, drafting: Drafting) -> FloatArray:
+        """(2, num_prompts, longest) middle and half the width of the bounds."""
+
+        def make() -> FloatArray:
+            low, high = self.bounds_after_rejection(fan_out, accept_count, drafting)
+            return np.stack([self._padded((low + high) / 2), self._padded((high - low) / 2)])
+
+        return self._tables.get(("rejected", fan_out, *_law_of(accept_count, drafting)), make)
 
     @cached_property
-    def _hit_tables(self) -> dict[tuple[int, bool], FloatArray]:
-        """By fan-out and whether the round ended with a rejection: whatever the policy, there are no others."""
-        return {}
+    def _tables(self) -> _Tables:
+        return _Tables()
 
     def _padded(self, values: FloatArray) -> FloatArray:
         """(num_prompts, longest) table of a per-row array, 0 beyond each prompt's end."""
@@ -236,6 +355,7 @@ class AgreementRecord(Agreement):
             "identity": self.identity,
             "prompt_length": self.prompt_length.tolist(),
             "stopped": self.stopped.tolist(),
+            "prompt_tokens": self.prompt_tokens,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table.replace_schema_metadata({"agreement": json.dumps(header)}), path)
@@ -271,12 +391,41 @@ class AgreementRecord(Agreement):
                 prompt_length=np.array(header["prompt_length"], dtype=np.int64),
                 stopped=np.array(header["stopped"], dtype=bool),
                 source=str(path),
+                prompt_tokens=tuple(tuple(tokens) for tokens in header.get("prompt_tokens", ())),
                 **{name: np.array(table[name].to_pylist()) for name in names},
             )
         except BadInput:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(str(path), f"must be as `saguaro profile` writes it ({error})") from None
+
+
+def _law_of(draft_index: int, drafting: Drafting) -> tuple[Hashable, ...]:
+    """What tells laws of draft tokens apart."""
+    if drafting.proposer is Proposer.NGRAM:
+        return (Proposer.NGRAM, draft_index)
+    num = drafting.num_downweighted(draft_index)
+    return (drafting.proposer, num, drafting.downweight if num else 1.0)
+
+
+class _Tables:
+    """Tables by what they say. Fan-outs and numbers of down-weighted tokens are at most the number of candidates, but
+    policies may come with any number of weights: so the tables have a limit in memory, and the oldest make room."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, FloatArray] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, key: Hashable, make: Callable[[], FloatArray]) -> FloatArray:
+        found = self._made.get(key)
+        if found is None:
+            found = make()
+            self._made[key] = found
+            while len(self._made) > max(MIN_TABLES, TABLE_BYTES / max(1, found.nbytes)):
+                self._made.pop(list(self._made)[0], None)  # noqa: RUF015 - other threads may add meanwhile
+        return found
 
 
 _ROUNDING = 1e-6
@@ -291,4 +440,4 @@ _BOUNDS = (
     ("top_p", 0, 1 + _ROUNDING),
     ("top_q", 0, 1 + _ROUNDING),
 )
-_NOT_ROWS = ("identity", "prompt_length", "stopped", "source")
+_NOT_ROWS = ("identity", "prompt_length", "stopped", "source", "prompt_tokens")

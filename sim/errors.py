@@ -14,3 +14,8 @@ class BadInput(ValueError):
         """`name` is what is wrong (a file, a key), `rule` what it must satisfy, `value` what was given instead."""
         got = "" if value is None else f", got {value!r}"
         super().__init__(f"{name}: {rule}{got}")
+        self._given = (name, rule, value)
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[str, str, object]]:
+        """Copies are made from what was given; an exception's own way would pass the finished line as the name."""
+        return type(self), self._given

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ from sim.trace import Lane, Operation, Round, Source, Trace
 FloatArray = NDArray[np.float64]
 NUM_BOOTSTRAP = 2000
 BOOTSTRAP_SEED = 20260311
+HITS = {Source.HIT, Source.REDRAFTED}  # sources of rounds whose look-up found a speculation, used or not
+LOOKUPS = {*HITS, Source.MISS}
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,24 @@ class Estimate:
         return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
-def bootstrap(statistic: Callable[[NDArray[np.int64]], FloatArray], num_prompts: int) -> tuple[float, float]:
-    """95 % interval over prompts; `statistic` maps (num_bootstrap, n) prompt indices to (num_bootstrap,) values."""
+def bootstrap(statistic: Callable[[FloatArray], FloatArray], num_prompts: int) -> tuple[float, float]:
+    """95 % interval over prompts. `statistic` maps (num_bootstrap, n) weights, how often each prompt was drawn, to
+    (num_bootstrap,) values; the total of a figure is weights @ figure."""
     if num_prompts < 2:
         return -np.inf, np.inf
-    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, num_prompts, size=(NUM_BOOTSTRAP, num_prompts))
-    values = statistic(picks)
-    low, high = np.nanpercentile(values, [2.5, 97.5])
+    values = statistic(_weights(num_prompts))
+    defined = values[~np.isnan(values)]
+    low, high = np.percentile(defined, [2.5, 97.5])
     return float(low), float(high)
+
+
+@lru_cache(maxsize=16)
+def _weights(num_prompts: int) -> FloatArray:
+    """The same draws for every figure of as many prompts."""
+    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, num_prompts, size=(NUM_BOOTSTRAP, num_prompts))
+    weights = np.zeros((NUM_BOOTSTRAP, num_prompts))
+    np.add.at(weights, (np.arange(NUM_BOOTSTRAP)[:, None], picks), 1.0)
+    return weights
 
 
 def ratio_of_totals(numerator: FloatArray, denominator: FloatArray) -> Estimate | None:
@@ -54,9 +68,9 @@ def ratio_of_totals(numerator: FloatArray, denominator: FloatArray) -> Estimate 
     if denominator.sum() == 0:
         return None
 
-    def statistic(picks: NDArray[np.int64]) -> FloatArray:
+    def statistic(weights: FloatArray) -> FloatArray:
         with np.errstate(invalid="ignore", divide="ignore"):
-            return numerator[picks].sum(1) / denominator[picks].sum(1)
+            return (weights @ numerator) / (weights @ denominator)
 
     low, high = bootstrap(statistic, len(numerator))
     return Estimate(float(numerator.sum() / denominator.sum()), low, high, len(numerator))
@@ -65,13 +79,12 @@ def ratio_of_totals(numerator: FloatArray, denominator: FloatArray) -> Estimate 
 def ratio_of_rates(fast: tuple[FloatArray, FloatArray], slow: tuple[FloatArray, FloatArray]) -> Estimate:
     """Ratio of two rates, each (amount, time) per prompt, with the same prompts drawn for both (paired bootstrap)."""
 
-    def statistic(picks: NDArray[np.int64]) -> FloatArray:
-        rates = [amount[picks].sum(-1) / time[picks].sum(-1) for amount, time in (fast, slow)]
+    def statistic(weights: FloatArray) -> FloatArray:
+        rates = [(weights @ amount) / (weights @ time) for amount, time in (fast, slow)]
         return rates[0] / rates[1]
 
-    everyone = np.arange(len(fast[0]))
     low, high = bootstrap(statistic, len(fast[0]))
-    return Estimate(float(statistic(everyone)), low, high, len(fast[0]))
+    return Estimate(float(statistic(np.ones(len(fast[0])))), low, high, len(fast[0]))
 
 
 # ----------------------------------------------------------------------------------------------- figures of the traces
@@ -165,30 +178,35 @@ def accept_count_histogram(traces: Seq[Trace]) -> dict[int, int]:
 
 
 def hit_rate(traces: Seq[Trace]) -> Estimate | None:
-    """Hits over look-ups. A round that ends its sequence looks nothing up; the first round is no look-up either."""
-    hits = _over_rounds(traces, lambda r: r.source is Source.HIT)
-    return ratio_of_totals(hits, hits + _over_rounds(traces, lambda r: r.source is Source.MISS))
+    """Hits over look-ups. A round that ends its sequence looks nothing up; the first round is no look-up either.
+
+    A speculation that was found, but drafted anew with the rest of its batch, was a hit.
+    """
+    return ratio_of_totals(
+        _over_rounds(traces, lambda r: r.source in HITS), _over_rounds(traces, lambda r: r.source in LOOKUPS)
+    )
 
 
 def hit_rate_by_source(traces: Seq[Trace]) -> dict[str, Estimate | None]:
-    """Hit rate of the look-ups at the end of rounds after a hit, and of those after a miss (first rounds included)."""
+    """Hit rate of the look-ups at the end of rounds after a hit, and of those after a miss (first rounds and those
+    drafted anew included)."""
     return {
         "after_hit": _hit_rate_after(traces, {Source.HIT}),
-        "after_miss": _hit_rate_after(traces, {Source.MISS, Source.FIRST}),
+        "after_miss": _hit_rate_after(traces, {Source.MISS, Source.FIRST, Source.REDRAFTED}),
     }
 
 
 def _hit_rate_after(traces: Seq[Trace], sources: set[Source]) -> Estimate | None:
     def lookups(trace: Trace, results: set[Source]) -> dict[int, float]:
         totals: dict[int, float] = {}
-        for before, after in pairwise(trace.rounds):
+        for before, after in pairwise(sorted(trace.rounds, key=attrgetter("sequence", "index"))):
             if before.sequence == after.sequence and before.source in sources and after.source in results:
                 totals[after.sequence] = totals.get(after.sequence, 0.0) + 1
         return totals
 
     return ratio_of_totals(
-        _per_prompt(traces, lambda trace: lookups(trace, {Source.HIT})),
-        _per_prompt(traces, lambda trace: lookups(trace, {Source.HIT, Source.MISS})),
+        _per_prompt(traces, lambda trace: lookups(trace, HITS)),
+        _per_prompt(traces, lambda trace: lookups(trace, LOOKUPS)),
     )
 
 

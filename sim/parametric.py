@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement
 from sim.errors import BadInput
-from sim.policy import Drafting
+from sim.policy import Drafting, Proposer
 from sim.theory import miss_rate
 from sim.trace import Source
 
@@ -40,7 +40,7 @@ class HitCurve:
 
 @dataclass(frozen=True)
 class ParametricAgreement(Agreement):
-    """One text of fixed length on which every round is like every other.
+    """`num_texts` texts of one length on which every round is like every other.
 
     `acceptance[j]` is the conditional probability that draft token j is accepted once it is tested, `after_hit[k]` and
     `after_miss[k]` the hit curves after k acceptances in rounds of either source; the last entry of each stands for all
@@ -53,6 +53,7 @@ class ParametricAgreement(Agreement):
     after_hit: tuple[HitCurve, ...]
     after_miss: tuple[HitCurve, ...]
     sampling_temperature: float = 0.0
+    num_texts: int = 1  # texts beyond the first give a batch its rows
 
     def __post_init__(self) -> None:
         for name in ("acceptance", "after_hit", "after_miss"):
@@ -62,7 +63,7 @@ class ParametricAgreement(Agreement):
         for index, value in enumerate(self.acceptance):
             if not 0 <= value <= 1:
                 raise BadInput(f"acceptance[{index}]", "must be a probability", value)
-        for name in ("prompt_tokens", "new_tokens"):
+        for name in ("prompt_tokens", "new_tokens", "num_texts"):
             if getattr(self, name) < 1:
                 raise BadInput(name, "must be >= 1", getattr(self, name))
 
@@ -77,34 +78,43 @@ class ParametricAgreement(Agreement):
 
     @cached_property
     def prompt_length(self) -> IntArray:  # type: ignore[override]
-        return np.array([self.prompt_tokens])
+        return np.full(self.num_texts, self.prompt_tokens)
 
     @cached_property
     def stopped(self) -> NDArray[np.bool_]:  # type: ignore[override]
-        return np.array([False])
+        return np.zeros(self.num_texts, dtype=bool)
 
     @cached_property
     def lengths(self) -> IntArray:
-        return np.array([self.new_tokens])
+        return np.full(self.num_texts, self.new_tokens)
 
     @property
     def num_candidates(self) -> int:
         return UNBOUNDED_FAN_OUT
 
-    @property
-    def depends_on_draft_index(self) -> bool:
-        return len(set(self.acceptance)) > 1
-
     def text(self, prompt: int) -> tuple[int, ...]:
         """Token ids are not known; zeros stand for them."""
         return (0,) * self.new_tokens
 
+    def check(self, drafting: Drafting) -> None:
+        """Raises `BadInput` on draft tokens that are not drawn from q: these numbers do not say how they fare."""
+        rule = "needs a token-level agreement record, which `saguaro profile` writes; summary numbers do not tell it"
+        if drafting.downweight != 1:
+            raise BadInput("downweight below 1", rule, drafting.downweight)
+        if drafting.proposer is not Proposer.DRAFT_MODEL:
+            raise BadInput(f"fallback {drafting.proposer.value}", rule)
+
     def acceptance_table(self, draft_index: int, drafting: Drafting) -> FloatArray:
-        return np.full((1, self.new_tokens), self.acceptance[min(draft_index, len(self.acceptance) - 1)])
+        self.check(drafting)
+        return self._everywhere(self.acceptance[min(draft_index, len(self.acceptance) - 1)])
 
     def hit_table(self, fan_out: int, accept_count: int, drafting: Drafting, *, rejected: bool) -> FloatArray:
+        self.check(drafting)
         curves = self.after_hit if drafting.source is Source.HIT else self.after_miss
-        return np.full((1, self.new_tokens), curves[min(accept_count, len(curves) - 1)].hit_rate(fan_out))
+        return self._everywhere(curves[min(accept_count, len(curves) - 1)].hit_rate(fan_out))
+
+    def _everywhere(self, probability: float) -> FloatArray:
+        return np.full((self.num_texts, self.new_tokens), probability)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

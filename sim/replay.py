@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement
 from sim.errors import BadInput
-from sim.policy import Drafting, Proposer
 from sim.trace import Source
 from sim.workload import Workload
 
@@ -41,7 +40,6 @@ class Replay:
         self.cap = workload.max_new_tokens
         self.lengths: IntArray = np.minimum(agreement.lengths, self.cap)
         self.prompt_length = agreement.prompt_length
-        self._acceptance: dict[int, FloatArray] = {}
 
     @property
     def num_prompts(self) -> int:
@@ -61,14 +59,6 @@ class Replay:
         """(num_prompts,) tokens that rounds emit."""
         return np.maximum(0, self.lengths - 1).astype(float)
 
-    def room_for(self, num_drafted: int, emitted: int) -> int:
-        """Draft tokens of a round: one place under the cap is kept for the bonus token."""
-        return min(num_drafted, max(0, self.cap - emitted - 1))
-
-    def context(self, emitted: int) -> IntArray:
-        """(num_prompts,) KV entries of either model before a round."""
-        return self.prompt_length + emitted - 1
-
     @cached_property
     def first_context(self) -> int:
         """The smallest number of KV entries before a round."""
@@ -84,30 +74,3 @@ class Replay:
         """Those of the rounds that the cap does not keep from drafting `num_drafted` tokens."""
         last = int(self.prompt_length.max()) + self.cap - num_drafted - 2
         return self.contexts[self.contexts <= last]
-
-    def acceptance(self, draft_index: int) -> FloatArray:
-        """(num_prompts, width) acceptance of a draft token by its place in the speculation."""
-        index = draft_index if self.agreement.depends_on_draft_index else 0
-        if index not in self._acceptance:
-            self._acceptance[index] = self.agreement.acceptance_table(
-                index, Drafting(Proposer.DRAFT_MODEL, index + 1, (), Source.SYNCHRONOUS)
-            )
-        return self._acceptance[index]
-
-    def accept_counts(self, emitted: int, num_drafted: int) -> list[tuple[FloatArray, NDArray[np.bool_]]]:
-        """For each k: (num_prompts,) its probability, and whether the sequence goes on after it.
-
-        Beyond the end of a text nothing is rejected: counts that reach it are those that end the sequence.
-        """
-        counts = []
-        survived = np.ones(self.num_prompts)
-        for k in range(num_drafted + 1):
-            position = emitted + k
-            goes_on = position + 1 < self.lengths
-            if k == num_drafted or position >= self.longest:
-                counts.append((survived, goes_on))
-                break
-            accepted = np.where(position < self.lengths, self.acceptance(k)[:, position], 1.0)
-            counts.append((survived * (1 - accepted), goes_on))
-            survived = survived * accepted
-        return counts

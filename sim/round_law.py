@@ -8,12 +8,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.policy import Drafting
+from sim.errors import BadInput
+from sim.policy import Drafting, Proposer
 from sim.replay import Replay
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+
+LARGEST_DOUBT = 0.01  # of a mean hit probability; beyond it a record says too little about a policy
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,22 @@ class SampledRounds:
 class RoundLaw:
     """Rounds of one `Drafting` over a replay. Tables are (num_prompts, width), width = the longest text under the cap;
     column i concerns rounds that start with i tokens emitted, the prefill's included. Column 0 concerns no round.
+
+    Raises `BadInput` if the agreement does not say how rounds of this drafting go.
     """
 
     def __init__(self, replay: Replay, drafting: Drafting) -> None:
+        replay.agreement.check(drafting)
         self.replay, self.drafting = replay, drafting
         self.starts: IntArray = np.arange(replay.longest)
         self.left: IntArray = np.maximum(0, replay.lengths[:, None] - self.starts)
 
     @cached_property
     def num_drafted(self) -> IntArray:
-        """(num_prompts, width) draft tokens verified; one place under the cap is kept for the bonus token."""
+        """(num_prompts, width) draft tokens verified; one place under the cap is kept for the bonus token. An n-gram
+        may propose fewer."""
         room = np.maximum(0, self.replay.cap - self.starts - 1)
-        return np.broadcast_to(np.minimum(self.drafting.num_drafted, room), self.left.shape)
+        return np.minimum(self._at(self.replay.agreement.num_proposed(self.drafting), 0), room)
 
     @cached_property
     def accepted(self) -> FloatArray:
@@ -75,22 +82,48 @@ class RoundLaw:
         """(num_prompts, width) probability that the bonus token is among the `fan_out` prepared for `num_accepted`; 0
         where the sequence does not go on."""
         table = self.replay.agreement.hit_table
-        rejected, complete = (
-            self._at(table(fan_out, num_accepted, self.drafting, rejected=rejected), num_accepted)
-            for rejected in (True, False)
-        )
-        return np.where(num_accepted < self.num_drafted, rejected, complete) * self.goes_on(num_accepted)
+        hit = self._at(table(fan_out, num_accepted, self.drafting, rejected=False), num_accepted)
+        if num_accepted < self.drafting.num_drafted:
+            rejected = self._at(table(fan_out, num_accepted, self.drafting, rejected=True), num_accepted)
+            hit = np.where(num_accepted < self.num_drafted, rejected, hit)
+        return hit * self.goes_on(num_accepted)
 
     @cached_property
     def hits(self) -> FloatArray:
         """(K + 1, num_prompts, width) the same for the drafting's own fan-out list; 0 without one."""
+        _ = self.doubt  # refuses what the record leaves open
         fan_out = self.drafting.fan_out or (0,) * (self.drafting.num_drafted + 1)
         return np.stack([self.prepared(k, f) for k, f in enumerate(fan_out)])
 
-    @property
+    @cached_property
     def doubt(self) -> float:
-        """Largest half-width of the mean hit probability that the record leaves open; 0 where the law is exact."""
-        return 0.0
+        """Largest half-width of the mean hit probability that the record leaves open; 0 where the law is exact.
+
+        What a record does not hold is the law of draft tokens beyond its candidates, where they are not drawn from q.
+        The mean is over the look-ups of rounds that start anywhere, with the drafting's own fan-out list; the
+        half-width counts the errors of all positions as if they had one sign. Raises `BadInput` above `LARGEST_DOUBT`.
+        """
+        tables = [
+            self.replay.agreement.doubt_table(fan_out, k, self.drafting)
+            for k, fan_out in enumerate(self.drafting.fan_out[: self.drafting.num_drafted])
+        ]
+        if not any(table.any() for table in tables):
+            return 0.0
+        looked_up = [self.ended[k] * self.goes_on(k) for k in range(len(self.ended))]
+        open_hits = sum(
+            float((looked_up[k] * (k < self.num_drafted) * self._at(table, k))[:, 1:].sum())
+            for k, table in enumerate(tables)
+        )
+        doubt = open_hits / max(sum(float(table[:, 1:].sum()) for table in looked_up), 1e-300)
+        if doubt > LARGEST_DOUBT:
+            raise self._too_open(doubt)
+        return doubt
+
+    def _too_open(self, doubt: float) -> BadInput:
+        num, proposer, C = self.replay.agreement.num_candidates, self.drafting.proposer, self.drafting.downweight
+        name = "hit rate with a filler" if proposer is Proposer.FILLER else f"hit rate at downweight {C:g}"
+        rule = f"must be known to within {LARGEST_DOUBT}; {num} candidates were recorded, which leave +-{doubt:.2g}"
+        return BadInput(name, f"{rule}: record more candidates")
 
     def sample(self, accept_uniforms: FloatArray, hit_uniforms: FloatArray) -> SampledRounds:
         """The rounds that one number per (prompt, position) for acceptance and another for hits decide.

@@ -1,9 +1,10 @@
-"""Policy search: build the candidates of a space from the agreement record, screen them all by the exact recursion."""
+"""Policy search: candidates of a space from the agreement record, without those that do not fit, ranked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from sim.policy import (
     Autoregressive,
     Drafting,
     Fallback,
+    LateBuild,
     Policy,
     Proposer,
     Speculative,
@@ -24,7 +26,7 @@ from sim.policy import (
 )
 from sim.recursion import outcome_hit_mass
 from sim.replay import SOURCES
-from sim.simulate import Prediction, predict_all
+from sim.simulate import Prediction, predict, predict_all
 from sim.system import System
 from sim.trace import Source
 from sim.workload import Workload
@@ -44,6 +46,8 @@ class SearchSpace:
     budgets: tuple[int, ...]
     fan_out_rules: tuple[str, ...] = FAN_OUT_RULES
     fallbacks: tuple[Fallback, ...] = (Fallback.DRAFT, Fallback.NONE)
+    downweights: tuple[float, ...] = (1.0,)
+    late_builds: tuple[LateBuild, ...] = (LateBuild.WAIT,)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.fan_out_rules) - set(FAN_OUT_RULES))
@@ -53,36 +57,66 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All predictions, fastest first; equal ones keep the order AR, SD, SSD by K and budget."""
+    """All predictions, fastest first; equal ones keep the order AR, SD, SSD by K and budget. `infeasible` are those
+    that the devices have no room for, each with its reason."""
 
-    ranked: list[Prediction]
+    ranked: list[Prediction[Policy]]
+    infeasible: list[tuple[Policy, str]] = field(default_factory=list)
 
     @property
     def num_policies(self) -> int:
-        return len(self.ranked)
+        return len(self.ranked) + len(self.infeasible)
 
     @property
-    def recommended(self) -> Prediction:
+    def recommended(self) -> Prediction[Policy]:
         return self.ranked[0]
 
-    def best_of_each_length(self) -> list[Prediction]:
+    def best_of_each_length(self) -> list[Prediction[Policy]]:
         """The fastest of each kind and speculation length, fastest first."""
-        first: dict[tuple[type, int], Prediction] = {}
+        first: dict[tuple[type, int], Prediction[Policy]] = {}
         for prediction in self.ranked:
             first.setdefault((type(prediction.policy), prediction.policy.speculation_length), prediction)
         return list(first.values())
 
-    def best(self, kind: str) -> Prediction:
+    def best(self, kind: str) -> Prediction[Policy]:
         """Fastest prediction of a kind: `ar`, `sd` or `ssd`."""
         return next(p for p in self.ranked if isinstance(p.policy, KINDS[kind]))
 
 
-def search(space: SearchSpace, workload: Workload, system: System) -> SearchResult:
-    """Predict every candidate of the space exactly and rank by tokens/s."""
-    predictions = predict_all(candidates(space, system.agreement), workload, system)
+def search(
+    space: SearchSpace, workload: Workload, system: System, *, engine: str = "exact", seed: int = 0
+) -> SearchResult:
+    """Predict every candidate of the space that fits, and rank by tokens/s; by the exact engine unless told otherwise.
+
+    Raises `BadInput` where not even AR fits the devices.
+    """
+    feasible, infeasible = _by_feasibility(candidates(space, system.agreement), workload, system)
+    if not feasible:
+        raise BadInput("memory", f"no policy fits; {infeasible[0][0].name}", infeasible[0][1])
+    if engine == "exact":
+        predictions = predict_all(feasible, workload, system)
+    else:
+        predictions = [predict(policy, workload, system, engine=engine, seed=seed) for policy in feasible]
     fastest = max(p.tokens_per_s.value for p in predictions)
     # Rates that differ by rounding are equal; the order of the candidates, simplest first, then decides.
-    return SearchResult(sorted(predictions, key=lambda p: -round(p.tokens_per_s.value / max(fastest, 1e-300), 9)))
+    ranked = sorted(predictions, key=lambda p: -round(p.tokens_per_s.value / max(fastest, 1e-300), 9))
+    return SearchResult(ranked, infeasible)
+
+
+def _by_feasibility(
+    policies: list[Policy], workload: Workload, system: System
+) -> tuple[list[Policy], list[tuple[Policy, str]]]:
+    longest = int(system.agreement.prompt_length.max()) + workload.max_new_tokens
+    feasible, infeasible = [], []
+    for policy in policies:
+        reason = system.memory.why_infeasible(
+            policy, workload.batch_size, longest, system.placement, sampled=workload.temperature > 0
+        )
+        if reason is None:
+            feasible.append(policy)
+        else:
+            infeasible.append((policy, reason))
+    return feasible, infeasible
 
 
 def candidates(space: SearchSpace, agreement: Agreement) -> list[Policy]:
@@ -109,10 +143,11 @@ def _ssd_candidates(
                 lists = [geometric_fan_out(K, budget, acceptance, exponent)] * 2
             else:
                 lists = [exact_fan_out(hit_mass[source], budget) for source in SOURCES]
-            after_hit, after_miss = (tuple(min(entry, most) for entry in fan_out) for fan_out in lists)
-            for fallback in space.fallbacks:
-                miss_list = (min(budget, most),) if fallback is Fallback.NONE else after_miss
-                yield SpeculativeSpeculative(K, after_hit, miss_list, fallback)
+            for fallback, downweight, late in product(space.fallbacks, space.downweights, space.late_builds):
+                limit = most - (downweight != 1)  # down-weighting looks at one candidate more
+                after_hit, after_miss = (tuple(min(entry, limit) for entry in fan_out) for fan_out in lists)
+                miss_list = (min(budget, limit),) if fallback is Fallback.NONE else after_miss
+                yield SpeculativeSpeculative(K, after_hit, miss_list, fallback, downweight, late)
 
 
 def mean_acceptance(agreement: Agreement) -> float:

@@ -4,41 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.errors import BadInput
-from sim.metrics import (
-    Estimate,
-    hit_rate,
-    hit_rate_by_source,
-    mean_acceptance_length,
-    ratio_of_rates,
-    ratio_of_totals,
-    tokens_per_s,
-)
-from sim.policy import Policy
-from sim.recursion import Expectation, expectations
+from sim.expectation import Expectation
+from sim.metrics import Estimate, ratio_of_rates, ratio_of_totals
+from sim.policy import Policy, PolicyTable
+from sim.recursion import expectations
+from sim.replications import CEILING, RELATIVE_HALF_WIDTH, Rate, rate_of, until
 from sim.streams import replication_seeds
 from sim.system import System
 from sim.trace import Trace
 from sim.workload import Workload
 
+if TYPE_CHECKING:
+    from sim.target import Decider
+
+FloatArray = NDArray[np.float64]
+DeciderT = TypeVar("DeciderT", bound="Decider")  # a policy, a table of them, an adaptive choice
 ENGINES = ("exact", "vectorized", "des")
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted figures of one policy; intervals are bootstraps over the prompts of the agreement record."""
+class Prediction(Generic[DeciderT]):
+    """Predicted figures of one policy; intervals are bootstraps over the prompts of the agreement record, or over its
+    batches where prompts are decoded together.
 
-    policy: Policy
+    `replications` says how well independent runs over the same prompts know tokens/s, None for the exact engine.
+    `notes` are what a reader must know: doubts that the record leaves open, replications that ended too early.
+    """
+
+    policy: DeciderT
     engine: str
     tokens_per_s: Estimate
     mean_acceptance_length: Estimate | None
     hit_rate: Estimate | None
     hit_rate_by_source: dict[str, Estimate | None]
     expectation: Expectation | None = None
+    replications: Rate | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         def plain(estimate: Estimate | None) -> dict[str, Any] | None:
@@ -52,10 +59,12 @@ class Prediction:
             "mean_acceptance_length": plain(self.mean_acceptance_length),
             "hit_rate": plain(self.hit_rate),
             "hit_rate_by_source": {source: plain(rate) for source, rate in self.hit_rate_by_source.items()},
+            "replications": None if self.replications is None else self.replications.to_dict(),
+            "notes": list(self.notes),
         }
 
 
-def simulate(policy: Policy, workload: Workload, system: System, seed: int = 0) -> Trace:
+def simulate(policy: Decider, workload: Workload, system: System, seed: int = 0) -> Trace:
     """A trace of the policy over the prompts of the system's agreement record (SimPy)."""
     from sim.timeline import replicate
 
@@ -63,51 +72,50 @@ def simulate(policy: Policy, workload: Workload, system: System, seed: int = 0) 
 
 
 def predict(
-    policy: Policy, workload: Workload, system: System, *, engine: str = "exact", seed: int = 0, replications: int = 8
-) -> Prediction:
-    """Figures of one policy: `exact` by recursion; the others by `replications` runs over all prompts, `vectorized` in
-    NumPy, `des` in SimPy."""
+    policy: DeciderT,
+    workload: Workload,
+    system: System,
+    *,
+    engine: str = "exact",
+    seed: int = 0,
+    relative_half_width: float = RELATIVE_HALF_WIDTH,
+    ceiling: int = CEILING,
+) -> Prediction[DeciderT]:
+    """Figures of one policy: `exact` by recursion; the others by independent runs over all prompts until tokens/s is
+    known to `relative_half_width` (95 %) or `ceiling` runs are done: `vectorized` in NumPy, `des` in SimPy.
+
+    Raises `BadInput` where a policy is outside the reach of an engine.
+    """
     if engine not in ENGINES:
         raise BadInput("engine", f"must be one of {', '.join(ENGINES)}", engine)
+    one: Decider = policy.at(1) if isinstance(policy, PolicyTable) and workload.batch_size == 1 else policy
     if engine == "exact":
-        return predict_all([policy], workload, system)[0]
-    seeds = replication_seeds(seed, replications)
-    if engine == "vectorized":
-        from sim import vectorized
-
-        return _from_expectation(policy, vectorized.replicate(policy, workload, system, seeds), engine)
-    from sim.timeline import replicate
-
-    traces = replicate(policy, workload, system, seeds)
-    return Prediction(
-        policy,
-        engine,
-        tokens_per_s(traces),
-        mean_acceptance_length(traces),
-        hit_rate(traces),
-        hit_rate_by_source(traces),
-    )
+        (expectation,) = expectations([one], workload, system)  # type: ignore[list-item]  # it refuses what it cannot do
+        return _from_expectation(policy, expectation, engine, workload)
+    runs = _replicate_vectorized if engine == "vectorized" else _replicate_des
+    expectation, rate = runs(one, workload, system, seed, relative_half_width, ceiling)
+    return _from_expectation(policy, expectation, engine, workload, rate)
 
 
-def predict_all(policies: Sequence[Policy], workload: Workload, system: System) -> list[Prediction]:
+def predict_all(policies: Sequence[Policy], workload: Workload, system: System) -> list[Prediction[Policy]]:
     """Exact predictions of many policies at once."""
     return [
-        _from_expectation(policy, expectation, "exact")
+        _from_expectation(policy, expectation, "exact", workload)
         for policy, expectation in zip(policies, expectations(policies, workload, system), strict=True)
     ]
 
 
-def predicted_speedup(fast: Prediction, slow: Prediction) -> Estimate:
-    """Tokens/s of one exact prediction over that of another, over the same prompts."""
+def predicted_speedup(fast: Prediction[Any], slow: Prediction[Any]) -> Estimate:
+    """Tokens/s of one prediction over that of another, over the same prompts."""
     if fast.expectation is None or slow.expectation is None:
-        raise BadInput("predicted_speedup", "needs two predictions of the exact engine", (fast.engine, slow.engine))
+        raise BadInput("predicted_speedup", "needs two predictions of `predict`", (fast.engine, slow.engine))
     pairs = [(e.num_tokens, e.seconds) for e in (fast.expectation, slow.expectation)]
     return ratio_of_rates(pairs[0], pairs[1])
 
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """The two engines on one policy. `z` is their difference in tokens/s over the standard error of the SimPy mean."""
+    """Two engines on one policy. `z` is their difference in tokens/s over the standard error of the SimPy mean."""
 
     policy: Policy
     exact_tokens_per_s: float
@@ -127,28 +135,72 @@ def cross_check(
     policy: Policy, workload: Workload, system: System, *, seed: int = 0, replications: int = 8
 ) -> CrossCheck:
     """Compare the exact expectation with the mean of independent SimPy runs (ratio of totals, delta-method error)."""
-    from sim.timeline import replicate
+    from sim.timeline import totals
 
     exact = predict(policy, workload, system).tokens_per_s.value
-    traces = replicate(policy, workload, system, replication_seeds(seed, replications))
-    seconds = np.array([sum(s.decode_s for s in trace.sequences) for trace in traces])
-    tokens = sum(s.num_decoded for s in traces[0].sequences)
-    mean_s = seconds.mean()
-    error = tokens / mean_s**2 * seconds.std(ddof=1) / np.sqrt(replications)
-    return CrossCheck(policy, exact, float(tokens / mean_s), float(error))
+    runs = totals(policy, workload, system, replication_seeds(seed, replications))
+    tokens, seconds = np.array([(run.num_tokens.sum(), run.shared_s.sum()) for run in runs]).T
+    rate = rate_of(tokens, seconds)
+    error = float(np.std(tokens - rate.tokens_per_s * seconds, ddof=1)) / np.sqrt(replications) / seconds.mean()
+    return CrossCheck(policy, exact, rate.tokens_per_s, float(error))
 
 
-def _from_expectation(policy: Policy, e: Expectation, engine: str) -> Prediction:
-    rate = ratio_of_totals(e.num_tokens, e.seconds) or Estimate(0.0, 0.0, 0.0, len(e.num_tokens))
+def _replicate_vectorized(
+    policy: Decider, workload: Workload, system: System, seed: int, relative_half_width: float, ceiling: int
+) -> tuple[Expectation, Rate]:
+    from sim.vectorized import replicate_until
+
+    return replicate_until(
+        policy,  # type: ignore[arg-type]  # what it cannot do it refuses
+        workload,
+        system,
+        seed=seed,
+        relative_half_width=relative_half_width,
+        ceiling=ceiling,
+    )
+
+
+def _replicate_des(
+    policy: Decider, workload: Workload, system: System, seed: int, relative_half_width: float, ceiling: int
+) -> tuple[Expectation, Rate]:
+    from sim.timeline import Totals, mean_of, totals
+
+    runs: list[Totals] = []
+
+    def run(seeds: Sequence[int]) -> tuple[list[float], list[float]]:
+        new = totals(policy, workload, system, seeds)
+        runs.extend(new)
+        return [float(r.num_tokens.sum()) for r in new], [float(r.shared_s.sum()) for r in new]
+
+    rate = until(run, seed=seed, relative_half_width=relative_half_width, ceiling=ceiling)
+    return mean_of(runs), rate
+
+
+def _from_expectation(
+    policy: DeciderT, e: Expectation, engine: str, workload: Workload, replications: Rate | None = None
+) -> Prediction[DeciderT]:
+    def of_batches(totals: FloatArray) -> FloatArray:
+        """Prompts that are decoded together share their time: they are drawn together."""
+        return np.add.reduceat(totals, np.arange(0, totals.shape[-1], workload.batch_size), axis=-1)
+
+    num_tokens, num_rounds, seconds = (of_batches(totals) for totals in (e.num_tokens, e.num_rounds, e.seconds))
+    lookups, hits = of_batches(e.num_lookups), of_batches(e.num_hits)
+    notes = list(e.notes)
+    if e.doubt:
+        notes.append(f"the recorded candidates leave hit rates open by +-{100 * e.doubt:.2g} points")
+    if replications is not None and replications.reached_ceiling:
+        half_width = f"{100 * replications.relative_half_width:.1f} %"
+        notes.append(f"{replications.num_replications} replications, the ceiling, know tokens/s to {half_width} only")
     return Prediction(
         policy=policy,
         engine=engine,
-        tokens_per_s=rate,
-        mean_acceptance_length=ratio_of_totals(e.num_tokens, e.num_rounds),
-        hit_rate=ratio_of_totals(e.num_hits.sum(0), e.num_lookups.sum(0)),
+        tokens_per_s=ratio_of_totals(num_tokens, seconds) or Estimate(0.0, 0.0, 0.0, len(num_tokens)),
+        mean_acceptance_length=ratio_of_totals(num_tokens, num_rounds),
+        hit_rate=ratio_of_totals(hits.sum(0), lookups.sum(0)),
         hit_rate_by_source={
-            name: ratio_of_totals(e.num_hits[side], e.num_lookups[side])
-            for side, name in enumerate(("after_hit", "after_miss"))
+            name: ratio_of_totals(hits[side], lookups[side]) for side, name in enumerate(("after_hit", "after_miss"))
         },
         expectation=e,
+        replications=replications,
+        notes=tuple(notes),
     )

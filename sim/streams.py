@@ -32,6 +32,15 @@ def outcome_uniforms(replay: Replay, stream: np.random.Generator) -> NDArray[np.
     return stream.random((2, replay.num_prompts, replay.width))
 
 
-def replication_seeds(seed: int, num: int) -> list[int]:
-    """Distinct seeds of `num` replications, the same for the same `seed`."""
-    return [int(word) for word in np.random.SeedSequence(seed).generate_state(num, dtype=np.uint64)]
+def replication_seeds(seed: int, num: int, first: int = 0) -> list[int]:
+    """Number `first` to `first` + `num` - 1 of the endless row of distinct seeds that belongs to `seed`.
+
+    However many are drawn, and in however many portions, seed number i of the row is the same.
+    """
+    wanted = first + num
+    seeds: dict[int, None] = {}
+    num_words = wanted
+    while len(seeds) < wanted:  # a word that came up before is skipped
+        seeds = dict.fromkeys(np.random.SeedSequence(seed).generate_state(num_words, dtype=np.uint64).tolist())
+        num_words += wanted - len(seeds)
+    return list(seeds)[first:wanted]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, latest_of, sum_of_independent
+from sim.memory import Memory
 from sim.parametric import ParametricAgreement
 from sim.placement import Placement
 from sim.policy import Policy, SpeculativeSpeculative
@@ -62,6 +63,7 @@ class System:
     overlaps: bool = True
     in_situ: Mapping[str, InSitu] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
+    memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
         for lane, value in self.contention.items():
@@ -139,6 +141,7 @@ class System:
             "overlaps": self.overlaps,
             "contention": {lane.value: value for lane, value in self.contention.items()},
             "placement": self.placement.to_dict(),
+            "memory": self.memory.to_dict(),
             "latency": self.latency.to_dict(),
             "in_situ_residual_ratios": {
                 kind: {f"{lane.value}.{operation.value}": list(row) for (lane, operation), row in rows.items()}
@@ -187,6 +190,7 @@ class System:
             identity=data["identity"],
             overlaps=data["overlaps"],
             placement=Placement.from_dict(data.get("placement", {})),
+            memory=Memory.from_dict(data.get("memory", {})),
             in_situ={
                 kind: {_key(name): tuple(row) for name, row in rows.items()}
                 for kind, rows in data["in_situ_residual_ratios"].items()

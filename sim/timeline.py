@@ -1,278 +1,259 @@
-"""The three decoders as SimPy processes on two devices (the mirror of `executor/loops.py`).
+"""The event engine: targets and draft devices as SimPy processes. The reference for time.
 
-Outcomes follow the replay law of the agreement record; durations are drawn from the system's empirical residuals.
-Acceptance and hits are decided by random numbers of their (prompt, position), noise by a stream of its lane: two
-policies under one seed meet the same text and the same luck.
+Outcomes follow the replay law of the agreement (`sim.round_law`); durations are drawn operation by operation
+(`sim.durations`). Acceptance and hits are decided by random numbers of their (prompt, position), noise by a stream of
+each device and operation: two policies under one seed meet the same text and the same luck. Who waits for whom is
+decided by events, never by comparing times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from sim.policy import Autoregressive, Drafting, Policy, Proposer, Speculative, SpeculativeSpeculative
+from sim.draft_devices import DraftDevice, Meter, Recorder
+from sim.durations import Durations, Noise
+from sim.errors import BadInput
+from sim.expectation import Expectation
+from sim.policy import Drafting, Proposer
 from sim.replay import Replay
+from sim.round_law import RoundLaw
+from sim.rows import OutcomeTables, Row
 from sim.streams import Streams, outcome_uniforms
-from sim.system import System, host_term
-from sim.trace import Lane, Operation, Round, Sequence, Source, Span, Trace
+from sim.system import System
+from sim.target import Decider, StaticBatches, Target
+from sim.trace import Sequence as DecodedSequence
+from sim.trace import Trace
 from sim.workload import Workload
 
-Process = Generator[simpy.Event, Any, Any]
+FloatArray = NDArray[np.float64]
+
+MAX_TABLES = 64  # draftings whose rounds are kept as tables; bounds memory where a controller tries ever new ones
 
 
 @dataclass(frozen=True)
-class _Verified:
-    """What a round did to the sequence."""
+class Totals:
+    """One run without its rounds: arrays are (num_prompts,), or (2, num_prompts) by source of the round that ends with
+    the look-up: after a hit, after a miss.
 
-    num_accepted: int
-    num_emitted: int
-    goes_on: bool
-    is_prepared: bool  # whether the outcome is in the speculation cache
+    Of each request: when it arrived, when its first token was there and decoding began, when it ended. `shared_s` are
+    equal shares of the time in which the batch of a prompt was decoded: they sum to the time that targets decoded,
+    while the rows' own `seconds` count a second once for each row.
+    """
 
-
-class _Outcomes:
-    """Outcomes of one seed: a pair of uniforms per (prompt, position) decides acceptance and hits."""
-
-    def __init__(self, replay: Replay, stream: np.random.Generator) -> None:
-        self.replay = replay
-        self.accept_uniforms, self.hit_uniforms = outcome_uniforms(replay, stream)
-        self._hit_tables: dict[tuple[int, int, int, Source], NDArray[np.float64]] = {}
-
-    def verify(
-        self, prompt: int, emitted: int, num_drafted: int, source: Source, fan_out: tuple[int, ...]
-    ) -> _Verified:
-        """One round from a state; `fan_out` () where no speculation cache exists."""
-        left = int(self.replay.lengths[prompt]) - emitted
-        k = 0
-        while k < min(num_drafted, left) and self._is_accepted(prompt, emitted + k, k):
-            k += 1
-        if k == left:  # a stop token among the accepted ones: the tail counts nowhere
-            return _Verified(k, k, goes_on=False, is_prepared=False)
-        goes_on = k + 1 < left
-        is_prepared = (
-            goes_on and bool(fan_out) and self._is_hit(prompt, emitted + k, (fan_out[k], k, num_drafted, source))
-        )
-        return _Verified(k, k + 1, goes_on, is_prepared)
-
-    def _is_accepted(self, prompt: int, position: int, draft_index: int) -> bool:
-        return bool(self.accept_uniforms[prompt, position] < self.replay.acceptance(draft_index)[prompt, position])
-
-    def _is_hit(self, prompt: int, position: int, key: tuple[int, int, int, Source]) -> bool:
-        if key not in self._hit_tables:
-            fan_out, k, num_drafted, source = key
-            drafting = Drafting(Proposer.DRAFT_MODEL, num_drafted, (), source)
-            self._hit_tables[key] = self.replay.agreement.hit_table(fan_out, k, drafting, rejected=k < num_drafted)
-        return bool(self.hit_uniforms[prompt, position] < self._hit_tables[key][prompt, position])
-
-
-class Timeline:
-    """One policy over the prompts of the system's agreement record, one sequence after another."""
-
-    def __init__(self, policy: Policy, workload: Workload, system: System, seed: int) -> None:
-        streams = Streams.of(seed)
-        self.policy, self.workload, self.system = policy, workload, system.as_run_by(policy)
-        self.outcomes = _Outcomes(Replay(system.agreement, workload), streams.outcomes)
-        self.noise = streams.noise
-        self.env = simpy.Environment()
-        self.trace = Trace(policy=policy.to_dict(), workload=workload.identity())
-
-    def run(self) -> Trace:
-        decoders = {Autoregressive: self._synchronous, Speculative: self._synchronous}
-        decode = decoders.get(type(self.policy), self._speculative_speculative)
-        for prompt in range(self.system.agreement.num_prompts):
-            self.env.run(self.env.process(decode(prompt)))
-            self.env.run()  # an unfinished build ends before the next prompt
-        return self.trace
-
-    # ------------------------------------------------------------------------------------------------- decoders
-
-    def _synchronous(self, prompt: int) -> Process:
-        """AR and SD: draft, verify, repeat."""
-        K = self.policy.speculation_length
-        host_s = self._host_s(Source.SYNCHRONOUS)
-        sequence = _Decoding(self, prompt)
-        all_accepted = False
-        while sequence.goes_on:
-            num_drafted = sequence.room_for(K)
-            yield from self._draft(sequence, num_drafted, first_takes_two=all_accepted)
-            yield self.env.timeout(host_s)
-            verified = yield from self._verify(sequence, Source.SYNCHRONOUS, num_drafted, fan_out=(), beside=False)
-            all_accepted = 0 < num_drafted == verified.num_accepted
-        sequence.finish()
-
-    def _speculative_speculative(self, prompt: int) -> Process:
-        """SSD, seen from the target: ask for a speculation, verify it while the draft builds, repeat."""
-        policy = self.policy
-        assert isinstance(policy, SpeculativeSpeculative)
-        sequence = _Decoding(self, prompt)
-        requests: simpy.Store = simpy.Store(self.env)
-        replies: simpy.Store = simpy.Store(self.env)
-        if sequence.goes_on:
-            self.env.process(self._drafter(sequence, policy, requests, replies))
-        source = Source.FIRST
-        while sequence.goes_on:
-            requests.put(source)
-            num_drafted = yield replies.get()
-            beside = sequence.num_branches(policy.fan_out(source), num_drafted) > 0
-            verified = yield from self._verify(sequence, source, num_drafted, policy.fan_out(source), beside=beside)
-            source = Source.HIT if verified.is_prepared else Source.MISS
-        requests.put(None)
-        sequence.finish()
-
-    def _drafter(
-        self, sequence: _Decoding, policy: SpeculativeSpeculative, requests: simpy.Store, replies: simpy.Store
-    ) -> Process:
-        """SSD, seen from the draft: answer an outcome, then build for the next one."""
-        while (source := (yield requests.get())) is not None:
-            num_drafted = sequence.room_for(policy.num_drafted(source))
-            if source is not Source.HIT:
-                yield from self._draft(sequence, num_drafted)
-            yield self.env.timeout(self._host_s(source))
-            num_branches = sequence.num_branches(policy.fan_out(source), num_drafted)
-            place = (sequence.context, sequence.num_rounds)  # taken now: the round may end before its build
-            build = self._build(sequence, policy.speculation_length, num_drafted, num_branches, *place)
-            if not self.system.overlaps:
-                yield from build
-            replies.put(num_drafted)
-            if self.system.overlaps:
-                yield from build
-
-    # ------------------------------------------------------------------------------------------------ operations
-
-    def _host_s(self, source: Source) -> float:
-        return self.system.host_s[host_term(self.policy, source)]
-
-    def _verify(
-        self, sequence: _Decoding, source: Source, num_drafted: int, fan_out: tuple[int, ...], *, beside: bool
-    ) -> Process:
-        yield from self._work(
-            sequence,
-            Lane.TARGET,
-            Operation.VERIFY,
-            num_drafted + 1,
-            sequence.context,
-            sequence.num_rounds,
-            beside=beside,
-        )
-        verified = self.outcomes.verify(sequence.prompt, sequence.emitted, num_drafted, source, fan_out)
-        sequence.commit(source, num_drafted, verified)
-        return verified
-
-    def _draft(self, sequence: _Decoding, num_drafted: int, *, first_takes_two: bool = False) -> Process:
-        for step in range(num_drafted):
-            unfed = 2 if first_takes_two and step == 0 else 1
-            context = sequence.context + step + 1 - unfed
-            yield from self._work(
-                sequence, Lane.DRAFT, Operation.DRAFT_STEP, unfed, context, sequence.num_rounds, beside=False
-            )
-
-    def _build(
-        self, sequence: _Decoding, num_steps: int, num_drafted: int, num_branches: int, context: int, index: int
-    ) -> Process:
-        if num_branches == 0:
-            return
-        yield from self._work(sequence, Lane.DRAFT, Operation.GLUE, num_drafted + 1, context, index, beside=True)
-        for step in range(num_steps):
-            slots = context + num_drafted + 1 + step * num_branches
-            yield from self._work(sequence, Lane.DRAFT, Operation.TREE_STEP, num_branches, slots, index, beside=True)
-
-    def _work(
-        self,
-        sequence: _Decoding,
-        lane: Lane,
-        operation: Operation,
-        num_tokens: int,
-        context: int,
-        index: int,
-        *,
-        beside: bool,
-    ) -> Process:
-        """One operation on its lane, recorded as a span."""
-        durations = self.system.samples_s(lane, operation, num_tokens, context, beside=beside)
-        start_s = self.env.now
-        yield self.env.timeout(float(durations[self.noise[lane].integers(len(durations))]))
-        self.trace.spans.append(
-            Span(lane, operation, sequence.prompt, index, num_tokens, context, start_s, self.env.now)
-        )
-
-
-class _Decoding:
-    """State of the sequence being decoded; commits its rounds to the trace."""
-
-    def __init__(self, timeline: Timeline, prompt: int) -> None:
-        self.timeline, self.prompt = timeline, prompt
-        self.prompt_length = int(timeline.system.agreement.prompt_length[prompt])
-        self.length = int(timeline.outcomes.replay.lengths[prompt])
-        self.emitted = min(1, self.length)  # the prefill emits the first token
-        self.num_rounds = 0
-        self.decode_start_s = self.round_start_s = timeline.env.now
+    num_tokens: FloatArray
+    num_rounds: FloatArray
+    num_lookups: FloatArray
+    num_hits: FloatArray
+    arrival_s: FloatArray
+    first_token_s: FloatArray
+    end_s: FloatArray
+    shared_s: FloatArray
+    doubt: float = 0.0  # largest half-width of a mean hit probability that the agreement record leaves open
 
     @property
-    def goes_on(self) -> bool:
-        return self.emitted < self.length
-
-    @property
-    def remaining(self) -> int:
-        return self.timeline.workload.max_new_tokens - self.emitted
-
-    @property
-    def context(self) -> int:
-        """KV entries of either model: everything but the pending token."""
-        return self.prompt_length + self.emitted - 1
-
-    def room_for(self, num_drafted: int) -> int:
-        return min(num_drafted, self.remaining - 1)
-
-    def num_branches(self, fan_out: tuple[int, ...], num_drafted: int) -> int:
-        """Branches of the build of a round: none if the round must be the last, fewer if the cap shortens it."""
-        return sum(fan_out[: num_drafted + 1]) if self.remaining > 1 else 0
-
-    def commit(self, source: Source, num_drafted: int, verified: _Verified) -> None:
-        now = self.timeline.env.now
-        self.timeline.trace.rounds.append(
-            Round(
-                sequence=self.prompt,
-                index=self.num_rounds,
-                source=source,
-                num_drafted=num_drafted,
-                num_accepted=verified.num_accepted,
-                num_emitted=verified.num_emitted,
-                context=self.context,
-                start_s=self.round_start_s,
-                end_s=now,
-            )
-        )
-        self.emitted += verified.num_emitted
-        self.num_rounds += 1
-        self.round_start_s = now
-
-    def finish(self) -> None:
-        agreement = self.timeline.system.agreement
-        is_whole = self.length == int(agreement.lengths[self.prompt])
-        stopped = is_whole and bool(agreement.stopped[self.prompt])
-        self.timeline.trace.sequences.append(
-            Sequence(
-                index=self.prompt,
-                prompt_length=self.prompt_length,
-                tokens=agreement.text(self.prompt)[: self.length],
-                prefill_start_s=self.decode_start_s,
-                decode_start_s=self.decode_start_s,
-                end_s=self.round_start_s,
-                stopped=stopped,
-            )
-        )
+    def seconds(self) -> FloatArray:
+        """(num_prompts,) from the first token to the last."""
+        return self.end_s - self.first_token_s
 
 
-def replicate(policy: Policy, workload: Workload, system: System, seeds: Iterable[int]) -> list[Trace]:
+def mean_of(runs: Sequence[Totals]) -> Expectation:
+    """Means over runs, the time of a batch shared by its prompts: tokens over seconds is the throughput of a target."""
+    return Expectation(
+        num_tokens=np.mean([run.num_tokens for run in runs], axis=0),
+        num_rounds=np.mean([run.num_rounds for run in runs], axis=0),
+        seconds=np.mean([run.shared_s for run in runs], axis=0),
+        num_lookups=np.mean([run.num_lookups for run in runs], axis=0),
+        num_hits=np.mean([run.num_hits for run in runs], axis=0),
+        doubt=max(run.doubt for run in runs),
+    )
+
+
+def replicate(policy: Decider, workload: Workload, system: System, seeds: Iterable[int]) -> list[Trace]:
     """One trace per seed."""
     traces = []
-    for seed in seeds:
-        trace = Timeline(policy, workload, system, seed).run()
-        trace.meta = {"producer": "simulator", "engine": "des", "seed": seed, "identity": system.identity}
-        traces.append(trace)
+    for seed, timeline in _timelines(policy, workload, system, seeds, record=True):
+        timeline.run()
+        timeline.trace.meta = {"producer": "simulator", "engine": "des", "seed": seed, "identity": system.identity}
+        traces.append(timeline.trace)
     return traces
+
+
+def totals(policy: Decider, workload: Workload, system: System, seeds: Iterable[int]) -> list[Totals]:
+    """The totals of one run per seed: rounds and times are those of `replicate`, nothing of them is kept."""
+    return [timeline.run() for _, timeline in _timelines(policy, workload, system, seeds, record=False)]
+
+
+def _timelines(
+    policy: Decider, workload: Workload, system: System, seeds: Iterable[int], *, record: bool
+) -> Iterator[tuple[int, Timeline]]:
+    stage = Stage(workload, system)
+    for seed in seeds:
+        yield seed, Timeline(policy, workload, system, seed, record=record, stage=stage)
+
+
+def _check(system: System) -> None:
+    """Raises `BadInput` for times that no clock can run on, and for targets that would have to take turns."""
+    placement = system.placement
+    times = {f"host_s.{term.value}": seconds for term, seconds in system.host_s.items()}
+    times["time of a message"] = placement.speculation_s(1, sampled=True)
+    for name, seconds in times.items():
+        if not 0 <= seconds < math.inf:
+            raise BadInput(name, "must be a finite number >= 0", seconds)
+    if placement.num_targets > 1 and not system.overlaps:
+        rule = "must be 1 where target and draft do not work at the same time"
+        raise BadInput("placement.num_targets", rule, placement.num_targets)
+
+
+class Stage:
+    """What runs of different seeds share: texts, laws of rounds, locations of durations."""
+
+    def __init__(self, workload: Workload, system: System) -> None:
+        _check(system)
+        self.replay = Replay(system.agreement, workload)
+        self.durations = Durations(system)
+        self.doubt = 0.0  # the largest of the laws met so far
+        self._laws: dict[Drafting, RoundLaw] = {}
+
+    def law(self, drafting: Drafting) -> RoundLaw:
+        """The law of the rounds of a drafting."""
+        if drafting not in self._laws:
+            if len(self._laws) >= MAX_TABLES:
+                self._laws.clear()
+            self._laws[drafting] = RoundLaw(self.replay, drafting)
+            self.doubt = max(self.doubt, self._laws[drafting].doubt)
+        return self._laws[drafting]
+
+
+class Run:
+    """One policy under one seed: a clock, devices, and what the rounds of every text do. Its subclasses say what there
+    is to decode and give the targets their admissions.
+
+    A policy table or a controller is asked before every round. With `record` every round and every operation goes into
+    `trace`; without, operations that nothing can interrupt pass as one event. The outcomes and, up to rounding, the
+    times are the same.
+    """
+
+    def __init__(
+        self,
+        policy: Decider,
+        workload: Workload,
+        system: System,
+        seed: int,
+        *,
+        record: bool,
+        stage: Stage | None = None,
+        num_variants: int = 1,
+        meter: Meter | None = None,
+    ) -> None:
+        """Each prompt has `num_variants` lucks; the first is the one that it has where every prompt is decoded once."""
+        self.policy, self.workload, self.system, self.record = policy, workload, system, record
+        self.stage = stage or Stage(workload, system)
+        streams = Streams.of(seed)
+        self.noise = Noise(streams.noise)
+        self.env = simpy.Environment()
+        self.trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+        self.recorder = Recorder(self.env, self.trace.spans if record else None, meter)
+        variants = [outcome_uniforms(self.stage.replay, streams.outcomes) for _ in range(num_variants)]
+        self._uniforms = np.stack(variants, axis=1)
+        self._tables: dict[Drafting, OutcomeTables] = {}
+        self.draft_devices: list[DraftDevice] = []
+        for _ in range(system.placement.num_draft_devices):
+            self.draft_devices.append(DraftDevice(self.draft_devices, self.recorder))
+        self.targets: list[Target] = []
+
+    def _play(self) -> None:
+        """Let the clock run until every target has ended; once."""
+        for device in self.draft_devices:
+            self.env.process(device.run())
+        self.env.run(self.env.all_of([self.env.process(target.run()) for target in self.targets]))
+        self._let_go()
+        self.trace.sequences.sort(key=lambda sequence: sequence.index)
+
+    def _let_go(self) -> None:
+        """The parts of a run refer to one another; cut that, so that its tables are freed with it."""
+        for device in self.draft_devices:
+            device.stop()
+        self.env.run()
+        self.draft_devices.clear()
+        self.targets.clear()
+
+    def outcomes(self, drafting: Drafting) -> OutcomeTables:
+        """What every round of a drafting does under this seed."""
+        if drafting not in self._tables:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            sampled = self.workload.temperature > 0 and drafting.proposer is Proposer.DRAFT_MODEL
+            bytes_per_token = self.system.placement.speculation_bytes(1, sampled=sampled)
+            self._tables[drafting] = OutcomeTables(self.stage.law(drafting), self._uniforms, bytes_per_token)
+        return self._tables[drafting]
+
+    def finish(self, row: Row) -> None:
+        """A sequence has ended now."""
+        row.end_s = self.env.now
+        if self.record:
+            self.trace.sequences.append(self._sequence(row))
+
+    def _sequence(self, row: Row) -> DecodedSequence:
+        agreement = self.system.agreement
+        prompt = row.luck % agreement.num_prompts
+        is_whole = row.length == int(agreement.lengths[prompt])
+        return DecodedSequence(
+            index=row.index,
+            prompt_length=int(agreement.prompt_length[prompt]),
+            tokens=agreement.text(prompt)[: row.length],
+            prefill_start_s=row.admitted_s,
+            decode_start_s=row.first_token_s,
+            end_s=row.end_s,
+            stopped=is_whole and bool(agreement.stopped[prompt]),
+            arrival_s=row.arrival_s,
+        )
+
+
+class Timeline(Run):
+    """Every prompt of the system's agreement once, dealt to the targets in turn and decoded in static batches."""
+
+    def __init__(
+        self,
+        policy: Decider,
+        workload: Workload,
+        system: System,
+        seed: int,
+        *,
+        record: bool = True,
+        stage: Stage | None = None,
+    ) -> None:
+        super().__init__(policy, workload, system, seed, record=record, stage=stage)
+        replay = self.stage.replay
+        lengths = zip(replay.prompt_length.tolist(), replay.lengths.tolist(), strict=True)
+        self.rows = [Row(index, *of_prompt, cap=replay.cap, luck=index) for index, of_prompt in enumerate(lengths)]
+        num_targets = system.placement.num_targets
+        for index in range(num_targets):
+            batches = StaticBatches(self.rows[index::num_targets], workload.batch_size)
+            self.targets.append(Target(self, index, batches))
+
+    def run(self) -> Totals:
+        """Decode everything; once."""
+        self._play()
+        return self._totals()
+
+    def _totals(self) -> Totals:
+        def of_rows(name: str) -> FloatArray:
+            return np.array([getattr(row, name) for row in self.rows], dtype=float)
+
+        return Totals(
+            num_tokens=self.stage.replay.num_tokens(),
+            num_rounds=of_rows("num_rounds"),
+            num_lookups=of_rows("lookups").T,
+            num_hits=of_rows("hits").T,
+            arrival_s=of_rows("arrival_s"),
+            first_token_s=of_rows("first_token_s"),
+            end_s=of_rows("end_s"),
+            shared_s=of_rows("shared_s"),
+            doubt=self.stage.doubt,
+        )

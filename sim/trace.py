@@ -16,7 +16,8 @@ from typing import Any
 
 from sim.errors import BadInput
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # schema 1 knew one row and one device a lane; the defaults say so
 
 
 class Lane(StrEnum):
@@ -44,6 +45,7 @@ class Source(StrEnum):
     FIRST = "first"  # SSD: the first round of a sequence, supplied by the fallback without a look-up
     HIT = "hit"  # SSD: prepared in the speculation cache
     MISS = "miss"  # SSD: supplied by the fallback after a look-up that failed
+    REDRAFTED = "redrafted"  # SSD: prepared, but drafted anew with the rest of the batch; the round is as after a miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation on one lane. `context` is the number of KV entries before it, `round` -1 before the first round."""
+    """One operation on one device of a lane. `round` is -1 before the first round.
+
+    Of a batch, `sequence` and `round` are those of its first row, `num_tokens` the tokens of all `batch_size` rows that
+    take part, and `context`, the number of KV entries before the operation, their mean.
+    """
 
     lane: Lane
     operation: Operation
@@ -66,6 +72,8 @@ class Span:
     context: int
     start_s: float
     end_s: float
+    batch_size: int = 1
+    device: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -97,7 +105,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One decoded prompt. `tokens` includes the first token, which the prefill emits before `decode_start_s`."""
+    """One decoded prompt. `tokens` includes the first token, which the prefill emits before `decode_start_s`.
+
+    `arrival_s` is when it was asked for: 0 where all requests are there from the beginning.
+    """
 
     index: int
     prompt_length: int
@@ -106,6 +117,7 @@ class Sequence:
     decode_start_s: float
     end_s: float
     stopped: bool
+    arrival_s: float = 0.0
 
     @property
     def num_decoded(self) -> int:
@@ -158,8 +170,8 @@ class Trace:
             header = json.loads(path.read_text())
         except ValueError as error:
             raise BadInput(str(path), f"must be JSON ({error})") from None
-        if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-            raise BadInput(f"{path}: schema", f"must be {SCHEMA}")
+        if not isinstance(header, dict) or header.get("schema") not in READABLE:
+            raise BadInput(f"{path}: schema", f"must be one of {', '.join(map(str, READABLE))}")
         trace = cls(policy=header["policy"], workload=header["workload"], meta=header["meta"])
         for name, rows, row_type in trace._tables():
             file = folder / f"{name}.parquet"
@@ -175,27 +187,50 @@ class Trace:
         return [("sequences", self.sequences, Sequence), ("rounds", self.rounds, Round), ("spans", self.spans, Span)]
 
     def to_perfetto(self) -> dict[str, Any]:
-        """Chrome-trace JSON (open in ui.perfetto.dev): one track per lane and one for the rounds."""
-        tracks = {"rounds": 0, Lane.TARGET: 1, Lane.DRAFT: 2}
+        """Chrome-trace JSON (open in ui.perfetto.dev): a track for each device of a lane, and for the rounds as many
+        tracks as sequences were decoded at a time."""
+        row_of = _rows_at_a_time(self.sequences)
+        num_rows = 1 + max(row_of.values(), default=0)
+        devices = sorted({(s.lane, s.device) for s in self.spans} | {(lane, 0) for lane in Lane}, key=_lanes_first)
+        names = [_numbered("rounds", row) for row in range(num_rows)] + [_numbered(*device) for device in devices]
         origin = min((s.prefill_start_s for s in self.sequences), default=0.0)
         events: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": str(track)}}
-            for track, tid in tracks.items()
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+            for tid, name in enumerate(names)
         ]
 
         def add(name: str, track: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
-            event = {"name": name, "ph": "X", "pid": 0, "tid": tracks[track], "args": args}
+            event = {"name": name, "ph": "X", "pid": 0, "tid": names.index(track), "args": args}
             events.append(event | {"ts": (start_s - origin) * 1e6, "dur": (end_s - start_s) * 1e6})
 
         for r in self.rounds:
             name = f"{r.source.value}: {r.num_accepted}/{r.num_drafted} accepted"
-            add(
-                name, "rounds", r.start_s, r.end_s, {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted}
-            )
+            args = {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted}
+            add(name, _numbered("rounds", row_of.get(r.sequence, 0)), r.start_s, r.end_s, args)
         for s in self.spans:
             args = {"sequence": s.sequence, "round": s.round, "num_tokens": s.num_tokens, "context": s.context}
-            add(s.operation.value, s.lane, s.start_s, s.end_s, args)
+            add(s.operation.value, _numbered(s.lane, s.device), s.start_s, s.end_s, args | {"rows": s.batch_size})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _lanes_first(device: tuple[Lane, int]) -> tuple[int, int]:
+    return list(Lane).index(device[0]), device[1]
+
+
+def _numbered(name: str, index: int) -> str:
+    """Name of a track; the first of its kind needs no number."""
+    return f"{name} {index}" if index else str(name)
+
+
+def _rows_at_a_time(sequences: Iterable[Sequence]) -> dict[int, int]:
+    """A row for every sequence, the lowest that is free when its decoding starts."""
+    row_of: dict[int, int] = {}
+    busy_until: list[float] = []
+    for s in sorted(sequences, key=lambda s: (s.decode_start_s, s.index)):
+        free = [row for row, end_s in enumerate(busy_until) if end_s <= s.decode_start_s]
+        row_of[s.index] = free[0] if free else len(busy_until)
+        busy_until[row_of[s.index] : row_of[s.index] + 1] = [s.end_s]
+    return row_of
 
 
 def _to_table(rows: Iterable[Any], row_type: type) -> Any:

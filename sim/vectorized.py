@@ -1,218 +1,324 @@
-"""Replications in NumPy: every (replication, prompt) is one entry of a vector, all advance round by round together.
+"""Replications in NumPy: every (seed, batch) is one entry of a vector, all advance round by round together.
 
 Acceptance and hits are decided by the same random numbers as in `sim.timeline`, so that a seed gives the same rounds in
-both engines. Durations are drawn from the same distributions; a build's and a fallback's are the distributions of their
-sums, evaluated at `NUM_CONTEXT_KNOTS` contexts and interpolated.
+both engines: what a round does wherever it may start is one table per seed, and decoding is a walk through it. Times
+are drawn for the rounds visited (`sim.round_times`), with the distributions of `sim.timeline` but other numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.latency import NUM_OF_SUM
-from sim.policy import Policy, SpeculativeSpeculative
-from sim.recursion import NUM_CONTEXT_KNOTS, Expectation
-from sim.replay import SOURCES, Replay
+from sim.errors import BadInput
+from sim.expectation import Expectation
+from sim.policy import Autoregressive, Fallback, LateBuild, Policy, Speculative, SpeculativeSpeculative
+from sim.replay import Replay
+from sim.replications import CEILING, RELATIVE_HALF_WIDTH, Rate, until
+from sim.round_law import RoundLaw
+from sim.round_times import SIDES, BatchTimes, Noise, Places, SoloTimes, Visited
 from sim.streams import Streams, outcome_uniforms
-from sim.system import System, host_term
-from sim.trace import Lane, Operation
+from sim.system import System
+from sim.trace import Lane, Source
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-CHUNK = 128  # replications that advance together; bounds memory
+BoolArray = NDArray[np.bool_]
+
+CHUNK_POSITIONS = 1 << 20  # (seed, prompt, token) that a thread holds at a time; bounds memory
+GROUP_POSITIONS = 1 << 16  # of them those whose random numbers are held at a time; they fit a core's cache
+FEWEST_SEEDS = 32  # worth a thread of their own
+BLOCK_ROUNDS = 64  # rounds timed together, at most 255; batches that have ended are left out from block to block
+
+NUM_TOTALS, ROUNDS, SECONDS, LOOKUPS, HITS = 6, 0, 1, slice(2, 4), slice(4, 6)  # where each total of a prompt stands
 
 
 def replicate(policy: Policy, workload: Workload, system: System, seeds: Sequence[int]) -> Expectation:
-    """Totals of every prompt, averaged over one replication per seed."""
-    replay = Replay(system.agreement, workload)
-    system = system.as_run_by(policy)
-    runs = [
-        _Run(policy, replay, system, seeds[start : start + CHUNK]).totals() for start in range(0, len(seeds), CHUNK)
-    ]
-    rounds, seconds, lookups, hits = (np.sum([run[field] for run in runs], axis=0) / len(seeds) for field in range(4))
-    return Expectation(replay.num_tokens(), rounds, seconds, lookups, hits)
+    """Totals of every prompt, averaged over one replication per seed.
+
+    The rows of a batch share its time: each of its prompts is given an equal part of the batch's decode time, so that
+    tokens over seconds is the throughput of the batches; `num_rounds` counts the rounds of each row. Raises `BadInput`
+    for what only the event simulation knows: several targets, policies that change from round to round.
+    """
+    replications = Replications(policy, workload, system)
+    replications.add(seeds)
+    return replications.expectation()
 
 
-class _Run:
-    """A chunk of replications of one policy; vectors hold one entry per (replication, prompt) still decoding."""
-
-    def __init__(self, policy: Policy, replay: Replay, system: System, seeds: Sequence[int]) -> None:
-        self.policy, self.replay, self.system = policy, replay, system
-        self.num_seeds = len(seeds)
-        uniforms = np.stack([outcome_uniforms(replay, Streams.of(seed).outcomes) for seed in seeds], axis=1)
-        self.accept_uniforms, self.hit_uniforms = uniforms  # (seeds, num_prompts, width)
-        if not replay.agreement.depends_on_draft_index:
-            self.next_rejection = _next_true(self.accept_uniforms >= replay.acceptance(0))
-        self.noise = np.random.default_rng(list(seeds))
-        self.times = _Times(policy, replay, system)
-
-    def totals(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Sums over the replications, each (num_prompts,) or (2, num_prompts): rounds, seconds, look-ups, hits."""
-        num_prompts, policy = self.replay.num_prompts, self.policy
-        run, prompt = np.nonzero(np.broadcast_to(self.replay.lengths > 1, (self.num_seeds, num_prompts)))
-        emitted = np.ones(len(prompt), dtype=np.int64)
-        side = np.ones(len(prompt), dtype=np.int64)  # index into SOURCES: a first round behaves as after a miss
-        is_ssd = isinstance(policy, SpeculativeSpeculative)
-        drafts = np.array([policy.num_drafted(source) for source in SOURCES])
-        hit_laws = self._hit_laws()
-        rounds, seconds = np.zeros((2, num_prompts))
-        lookups, hits = np.zeros((2, 2, num_prompts))
-        np.add.at(seconds, prompt, self.times.before_verification(self.noise, side, prompt, emitted))
-        while len(prompt):
-            num_drafted = np.minimum(drafts[side], np.maximum(0, self.replay.cap - emitted - 1))
-            left = self.replay.lengths[prompt] - emitted
-            k = self._accept_counts(run, prompt, emitted, np.minimum(num_drafted, left))
-            goes_on = k + 1 < left
-            verify_s, build_s = self.times.round(self.noise, side, num_drafted, prompt, emitted)
-            rounds += np.bincount(prompt, minlength=num_prompts)
-            if self.system.overlaps:
-                took = np.where(goes_on, np.maximum(verify_s, build_s), verify_s)
-            else:
-                took = verify_s + build_s
-            if is_ssd:
-                position = np.minimum(emitted + k, self.replay.width - 1)
-                law = hit_laws[side, k, (k == num_drafted).astype(int), prompt, position]
-                hit = goes_on & (self.hit_uniforms[run, prompt, position] < law)
-                for index in range(2):
-                    lookups[index] += np.bincount(prompt[goes_on & (side == index)], minlength=num_prompts)
-                    hits[index] += np.bincount(prompt[hit & (side == index)], minlength=num_prompts)
-            else:
-                hit = np.zeros(len(prompt), dtype=bool)
-            seconds += np.bincount(prompt, weights=took, minlength=num_prompts)
-            two_unfed = (k == num_drafted)[goes_on] & (not is_ssd)
-            run, prompt = run[goes_on], prompt[goes_on]
-            emitted, side = (emitted + k + 1)[goes_on], np.where(hit, 0, 1)[goes_on]
-            waiting = self.times.before_verification(self.noise, side, prompt, emitted, two_unfed)
-            seconds += np.bincount(prompt, weights=waiting, minlength=num_prompts)
-        return rounds, seconds, lookups, hits
-
-    def _accept_counts(self, run: IntArray, prompt: IntArray, emitted: IntArray, num_tested: IntArray) -> IntArray:
-        if not self.replay.agreement.depends_on_draft_index:
-            return np.minimum(self.next_rejection[run, prompt, emitted] - emitted, num_tested)
-        k = np.zeros(len(run), dtype=np.int64)
-        open_ = np.ones(len(run), dtype=bool)
-        for index in range(int(num_tested.max(initial=0))):
-            position = np.minimum(emitted + index, self.replay.width - 1)
-            accepted = self.accept_uniforms[run, prompt, position] < self.replay.acceptance(index)[prompt, position]
-            open_ &= accepted & (index < num_tested)
-            k += open_
-        return k
-
-    def _hit_laws(self) -> FloatArray:
-        """(source, accept count, rejected / all accepted, prompt, position) hit probability."""
-        policy, replay = self.policy, self.replay
-        if not isinstance(policy, SpeculativeSpeculative):
-            return np.zeros((2, 1, 2, 0, 0))
-        laws = np.zeros((2, policy.speculation_length + 1, 2, replay.num_prompts, replay.width))
-        for index, source in enumerate(SOURCES):
-            for k, fan_out in enumerate(policy.fan_out(source)):
-                for all_accepted, num_drafted in enumerate((k + 1, k)):
-                    laws[index, k, all_accepted] = replay.agreement.hit_table(
-                        fan_out, k, policy.drafting(source), rejected=k < num_drafted
-                    )
-        return laws
+def replicate_until(
+    policy: Policy,
+    workload: Workload,
+    system: System,
+    *,
+    seed: int,
+    relative_half_width: float = RELATIVE_HALF_WIDTH,
+    ceiling: int = CEILING,
+) -> tuple[Expectation, Rate]:
+    """Replications with the seeds that belong to `seed` until tokens/s is known to the relative half width asked for,
+    or until the ceiling (see `sim.replications.until`)."""
+    replications = Replications(policy, workload, system)
+    rate = until(replications.add, seed=seed, relative_half_width=relative_half_width, ceiling=ceiling)
+    return replications.expectation(), rate
 
 
-def _next_true(flags: NDArray[np.bool_]) -> IntArray:
-    """Along the last axis: index of the first true flag at or after each place, else the length of the axis."""
-    length = flags.shape[-1]
-    index = np.where(flags, np.arange(length), length)
-    return np.minimum.accumulate(index[..., ::-1], axis=-1)[..., ::-1]
+def num_threads() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Times:
-    """Durations by gathers: one table row per (source, number of draft tokens, context) that can occur."""
+class Replications:
+    """Replications of one policy so far: sums over seeds, in the order of the seeds whatever the chunks and threads."""
 
-    def __init__(self, policy: Policy, replay: Replay, system: System) -> None:
-        self.policy, self.replay, self.system = policy, replay, system
+    def __init__(self, policy: Policy, workload: Workload, system: System) -> None:
+        _check(policy, system)
+        system = system.as_run_by(policy)
         self.is_ssd = isinstance(policy, SpeculativeSpeculative)
-        self.lowest, self.contexts = replay.first_context, replay.contexts
-        K = policy.speculation_length
-        full = [policy.num_drafted(source) for source in SOURCES]
-        fan_outs = [policy.fan_out(source) for source in SOURCES]
-        branches = np.array([[sum(fan_out[: n + 1]) for n in range(K + 1)] for fan_out in fan_outs])
-        self.builds = branches > 0
-        self.residuals = np.array(system.latency[Lane.TARGET, Operation.VERIFY].residuals)
-        shape = (2, K + 1, len(self.contexts))
-        self.verify_s = np.full(shape, np.nan)
-        self.build_s = np.zeros((*shape, NUM_OF_SUM if branches.any() else 1))
-        self.draft_s = np.zeros((*shape, NUM_OF_SUM if K else 1))
-        for index, most in enumerate(full):
-            for num_drafted in range(most + 1):
-                at = self._contexts_of(num_drafted, most)
-                place = (index, num_drafted, at - self.lowest)
-                table = system.latency[Lane.TARGET, Operation.VERIFY]
-                self.verify_s[place] = table.location_s(num_drafted + 1, at)
-                if branches[index, num_drafted]:
-                    self.build_s[place] = self._over(
-                        at, partial(system.build_samples_s, num_drafted, int(branches[index, num_drafted]), K)
-                    )
-                if num_drafted and (index == 1 or not self.is_ssd):
-                    self.draft_s[place] = self._over(at, partial(system.draft_samples_s, num_drafted))
-        self.host_s = np.array([system.host_s[host_term(policy, source)] for source in SOURCES])
-        self.drafts_after = np.array([0 if self.is_ssd else K, full[1]])
+        self.replay = Replay(system.agreement, workload)
+        self.rounds = _Rounds(policy, self.replay, workload.batch_size)
+        self.doubt = max(law.doubt for law in self.rounds.laws)
+        may_abandon = isinstance(policy, SpeculativeSpeculative) and policy.on_late_build is LateBuild.ABANDON
+        times = SoloTimes if workload.batch_size == 1 and not may_abandon else BatchTimes
+        self.times = times(policy, Places(policy, self.rounds.laws), system, sampled=workload.temperature > 0)
+        self.num_seeds = 0
+        self.sums = np.zeros((NUM_TOTALS, self.replay.num_prompts))
 
-    def _contexts_of(self, num_drafted: int, most: int) -> IntArray:
-        """Contexts of the rounds with that many draft tokens; fewer than `most` occur at one distance from the cap."""
-        if num_drafted == most:
-            return self.replay.contexts_with_room(num_drafted)
-        at = np.unique(self.replay.prompt_length + self.replay.cap - num_drafted - 2)
-        return at[(at >= self.contexts[0]) & (at <= self.contexts[-1])]
+    def add(self, seeds: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """Tokens and seconds of the replication with each of further seeds."""
+        if not len(seeds):
+            raise BadInput("seeds", "must hold at least one")
+        size = min(self._seeds_at_once(), max(FEWEST_SEEDS, -(-len(seeds) // num_threads())))
+        chunks = [seeds[start : start + size] for start in range(0, len(seeds), size)]
+        seconds = []
+        with ThreadPoolExecutor(num_threads()) as pool:
+            for totals in pool.map(self._decode, chunks) if len(chunks) > 1 else map(self._decode, chunks):
+                self.sums = np.cumsum(np.concatenate([self.sums[:, None], totals], axis=1), axis=1)[:, -1]
+                seconds.append(totals[SECONDS].sum(-1))
+        self.num_seeds += len(seeds)
+        return np.full(len(seeds), self.replay.num_tokens().sum()), np.concatenate(seconds)
 
-    def _over(self, contexts: IntArray, samples: Callable[[int], FloatArray]) -> FloatArray:
-        """(contexts, NUM_OF_SUM) equally likely durations, interpolated between those at a few of the contexts."""
-        if not len(contexts):
-            return np.zeros((0, NUM_OF_SUM))
-        knots = np.unique(np.linspace(contexts[0], contexts[-1], NUM_CONTEXT_KNOTS).astype(int))
-        values = np.stack([_quantiles(samples(int(context))) for context in knots])
-        if len(knots) == 1:
-            return np.repeat(values, len(contexts), axis=0)
-        right = np.clip(np.searchsorted(knots, contexts), 1, len(knots) - 1)
-        share = ((contexts - knots[right - 1]) / (knots[right] - knots[right - 1]))[:, None]
-        return (1 - share) * values[right - 1] + share * values[right]
+    def expectation(self) -> Expectation:
+        means = self.sums / self.num_seeds
+        return Expectation(
+            num_tokens=self.replay.num_tokens(),
+            num_rounds=means[ROUNDS],
+            seconds=means[SECONDS],
+            num_lookups=means[LOOKUPS],
+            num_hits=means[HITS],
+            doubt=self.doubt,
+        )
 
-    def round(
-        self, noise: np.random.Generator, side: IntArray, num_drafted: IntArray, prompt: IntArray, emitted: IntArray
-    ) -> tuple[FloatArray, FloatArray]:
-        """Durations of the verification and of the build beside it (0 without one, as in a round that must end)."""
-        beside = self.builds[side, num_drafted] & (emitted + 1 < self.replay.cap)
-        place = (side, num_drafted, self.replay.prompt_length[prompt] + emitted - 1 - self.lowest)
-        verify_s = self.verify_s[place] * self.residuals[noise.integers(len(self.residuals), size=len(prompt))]
-        if self.build_s.shape[-1] == 1:
-            return verify_s, np.zeros(len(prompt))
-        if self.system.overlaps:
-            verify_s[beside] *= self.system.contention[Lane.TARGET]
-        return verify_s, beside * self.build_s[(*place, noise.integers(NUM_OF_SUM, size=len(prompt)))]
+    def _seeds_at_once(self) -> int:
+        positions = self.replay.num_prompts * max(1, self.replay.width)
+        return max(1, CHUNK_POSITIONS // (positions * max(1, self.times.num_draft_draws // 2)))
 
-    def before_verification(
-        self,
-        noise: np.random.Generator,
-        side: IntArray,
-        prompt: IntArray,
-        emitted: IntArray,
-        two_unfed: NDArray[np.bool_] | None = None,
-    ) -> FloatArray:
-        """Host time and the draft steps that the target waits for."""
-        seconds = self.host_s[side]
-        if self.draft_s.shape[-1] == 1:
-            return seconds
-        num_drafted = np.minimum(self.drafts_after[side], np.maximum(0, self.replay.cap - emitted - 1))
-        at = self.replay.prompt_length[prompt] + emitted - 1
-        drawn = noise.integers(NUM_OF_SUM, size=len(prompt))
-        seconds = seconds + self.draft_s[side, num_drafted, at - self.lowest, drawn]
-        if two_unfed is not None and two_unfed.any():
-            extra = two_unfed & (num_drafted > 0)
-            two = self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 2, at[extra] - 1, beside=False)
-            seconds[extra] += two - self.system.mean_s(Lane.DRAFT, Operation.DRAFT_STEP, 1, at[extra], beside=False)
-        return seconds
+    def _decode(self, seeds: Sequence[int]) -> FloatArray:
+        """(NUM_TOTALS, seeds, num_prompts) totals of the replication with each seed."""
+        streams = [Streams.of(seed) for seed in seeds]
+        walk = self.rounds.walk([stream.outcomes for stream in streams])
+        counts = np.zeros((NUM_TOTALS, *walk.places.shape[1:]))
+        for visited, hits in walk.blocks():
+            noise = self._noise(visited, streams)
+            at_work = slice(visited.num_batches)
+            counts[ROUNDS, at_work] += _sum(visited.is_live)
+            counts[SECONDS, at_work] += self.times.seconds(visited, noise)[:, None]
+            if self.is_ssd:
+                was_hit = (visited.places[:-1] & 1).astype(bool)
+                for index, of_side in enumerate((was_hit, ~was_hit)):
+                    counts[LOOKUPS, at_work][index] += _sum(visited.goes_on & of_side)
+                    counts[HITS, at_work][index] += _sum(hits & of_side)
+        return self.rounds.by_prompt(counts, len(seeds))
+
+    def _noise(self, visited: Visited, streams: Sequence[Streams]) -> Noise:
+        """Every seed's own numbers, those of ended batches too, so that they do not depend on the other seeds."""
+        shape = (visited.num_rounds, len(self.rounds.batches))
+        target = np.empty((*shape, len(streams)))
+        draft = np.empty((self.times.num_draft_draws, *shape, len(streams)))
+        for index, stream in enumerate(streams):
+            target[..., index] = stream.noise[Lane.TARGET].random(shape)
+            if len(draft):
+                draft[..., index] = stream.noise[Lane.DRAFT].random((*shape, len(draft))).transpose(2, 0, 1)
+        of_batches = (shape[0], shape[1] * len(streams))
+        flat = (target.reshape(of_batches), draft.reshape(len(draft), *of_batches))
+        return Noise(*(numbers[..., : visited.num_batches] for numbers in flat))
 
 
-def _quantiles(values: FloatArray) -> FloatArray:
-    """(NUM_OF_SUM,) equally likely values in place of fewer."""
-    levels = (np.arange(NUM_OF_SUM) + 0.5) / NUM_OF_SUM
-    return values if len(values) == NUM_OF_SUM else np.quantile(values, levels, method="inverted_cdf")
+def _sum(flags: BoolArray) -> NDArray[np.uint8]:
+    """Over the rounds of a block, which are too few to overflow."""
+    return np.add.reduce(flags.view(np.uint8), axis=0, dtype=np.uint8)
+
+
+def _check(policy: Policy, system: System) -> None:
+    if not isinstance(policy, (Autoregressive, Speculative, SpeculativeSpeculative)):
+        rule = "must be one fixed policy for engine vectorized; tables and controllers need engine des"
+        raise BadInput("policy", rule, getattr(policy, "name", policy))
+    if system.placement.num_targets > 1:
+        rule = "must be 1 for engine vectorized; several targets need engine des"
+        raise BadInput("placement.num_targets", rule, system.placement.num_targets)
+
+
+# ----------------------------------------------------------------------------------------------------------- rounds
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The rounds of every batch: `places` is (rounds + 1, batches, rows), `hits` (rounds, batches, rows) the look-ups
+    that succeeded, None where every one of them is a round after a hit. Those that end first stand last."""
+
+    places: IntArray
+    offset: IntArray  # (batches, 1) of the seed's places
+    hits: BoolArray | None
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.places) - 1
+
+    def blocks(self) -> Iterator[tuple[Visited, BoolArray]]:
+        """Blocks of rounds of the batches still at work, and the look-ups that succeeded in them."""
+        is_live = self.places[0] > self.offset
+        for start in range(0, self.num_rounds, BLOCK_ROUNDS):
+            block = slice(start, min(start + BLOCK_ROUNDS, self.num_rounds))
+            at_work = 1 + int(np.flatnonzero(is_live.any(-1))[-1])
+            places = self.places[start : block.stop + 1, :at_work]
+            goes_on = places[1:] != places[:-1]
+            live = np.concatenate([is_live[None, :at_work], goes_on[:-1]])
+            hits = goes_on & (places[1:] & 1).astype(bool) if self.hits is None else self.hits[block, :at_work]
+            yield Visited(places - self.offset[:at_work], live, goes_on), hits
+            is_live = goes_on[-1]
+
+
+class _Rounds:
+    """Where a policy's rounds start, by walks through the table of what a round does wherever it may start."""
+
+    def __init__(self, policy: Policy, replay: Replay, batch_size: int) -> None:
+        is_ssd = isinstance(policy, SpeculativeSpeculative)
+        self.replay = replay
+        self.drafts_anew = batch_size > 1 and getattr(policy, "fallback", None) is Fallback.DRAFT
+        sources = SIDES if is_ssd else (Source.SYNCHRONOUS,) * len(SIDES)
+        self.laws = [RoundLaw(replay, policy.drafting(source)) for source in sources]
+        self.tables = [_SideTables(law, side, is_ssd=is_ssd) for side, law in enumerate(self.laws)]
+        first, second = (table.accepted for table in self.tables)
+        self.accepts_alike = len(first) == len(second) and all(map(np.array_equal, first, second))
+        self.step_type = np.min_scalar_type(2 * policy.speculation_length + 3)
+        self.batches = self._batches(batch_size)
+
+    def _batches(self, batch_size: int) -> IntArray:
+        """(batches, rows) prompts, those with the longest text first; -1 where the last batch has no row."""
+        num = self.replay.num_prompts
+        prompts = np.full(-(-num // batch_size) * batch_size, -1)
+        prompts[:num] = np.arange(num)
+        batches = prompts.reshape(-1, batch_size)
+        longest = np.where(batches < 0, 0, self.replay.lengths[batches]).max(1)
+        return batches[np.argsort(-longest, kind="stable")]
+
+    def by_prompt(self, counts: FloatArray, num_seeds: int) -> FloatArray:
+        """(totals, seeds, num_prompts) of (totals, batches, rows); seconds of a batch in equal parts."""
+        is_row = self.batches >= 0
+        found = counts.reshape(len(counts), len(self.batches), num_seeds, -1)
+        found[SECONDS] /= is_row.sum(1)[:, None, None]
+        totals = np.zeros((len(counts), num_seeds, self.replay.num_prompts))
+        totals[..., self.batches[is_row]] = np.moveaxis(found, 2, 1)[:, :, is_row]
+        return totals
+
+    def walk(self, streams: Sequence[np.random.Generator]) -> _Walk:
+        """Decode with the outcomes of every stream."""
+        steps = self._steps(streams)
+        offset = np.tile(np.arange(len(streams)) * steps[0].size, len(self.batches))[:, None]
+        has_rounds = (self.batches >= 0) & (self.replay.lengths[self.batches] > 1)
+        first = np.where(has_rounds, (self.batches * self.replay.longest + 1) * len(SIDES), 0)
+        places = np.empty((max(1, self.replay.longest), *offset.shape[:1], self.batches.shape[1]), dtype=np.int64)
+        places[0] = np.repeat(first, len(streams), axis=0) + offset
+        num_rounds, hits = self._advance(places, steps.ravel()) if has_rounds.any() else (0, None)
+        return _Walk(places[: num_rounds + 1], offset, hits)
+
+    def _advance(self, places: IntArray, steps: NDArray[np.unsignedinteger]) -> tuple[int, BoolArray | None]:
+        """Fill in the places of every round after the first; returns how many rounds there are, and hits as `_Walk`
+        has them."""
+        step = np.empty(places.shape[1:], dtype=steps.dtype)
+        hits = []
+        for index in range(len(places) - 1):
+            here, after = places[index], places[index + 1]
+            np.take(steps, here, out=step, mode="clip")
+            np.add(here, step, out=after)
+            if self.drafts_anew:
+                goes_on = step > 0
+                hits.append(goes_on & (after & 1).astype(bool))
+                has_missed = (goes_on & ~hits[-1]).any(-1, keepdims=True)
+                after -= hits[-1] & has_missed
+            if not step.any():
+                break
+        return index + 1, np.stack(hits) if self.drafts_anew else None
+
+    def _steps(self, streams: Sequence[np.random.Generator]) -> NDArray[np.unsignedinteger]:
+        """(seeds, num_prompts, width, sides) how far from each place the place of the next round is, 0 after a last
+        round; place number as in `sim.round_times`."""
+        replay = self.replay
+        steps = np.zeros((len(streams), replay.num_prompts, replay.longest, len(SIDES)), dtype=self.step_type)
+        size = max(1, GROUP_POSITIONS // (replay.num_prompts * max(1, replay.width)))
+        for start in range(0, len(streams), size):
+            group = slice(start, min(start + size, len(streams)))
+            uniforms = np.stack([outcome_uniforms(replay, stream) for stream in streams[group]], axis=1)
+            for side, table in enumerate(self.tables):
+                if side == 0 or not self.accepts_alike:
+                    passes = table.passes(uniforms[0])
+                table.fill(steps[group, ..., side], passes, uniforms[1])
+        return steps
+
+
+class _SideTables:
+    """A `RoundLaw` made ready for the outcomes of many seeds: the same rounds as `RoundLaw.sample` gives.
+
+    One number at its place decides whether a round goes past draft token j, so that the accepted count and the look-up
+    are found from the last draft token backwards, without gathers.
+    """
+
+    def __init__(self, law: RoundLaw, side: int, *, is_ssd: bool) -> None:
+        self.side, self.is_ssd = side, is_ssd
+        self.count_type = np.min_scalar_type(2 * law.drafting.num_drafted + 3)
+        num_tested = np.minimum(law.num_drafted, law.left)
+        self.hits = law.hits  # made here, once: threads only read it
+        self.accepted = [np.where(j < num_tested, table, 0.0) for j, table in enumerate(law.accepted)]
+        most = np.iinfo(self.count_type).max
+        self.left = np.minimum(law.left, most).astype(self.count_type)
+        self.left[:, :1] = 0  # no round starts before the first token
+        self.all_drafted = np.where(law.num_drafted > 0, law.num_drafted, most).astype(self.count_type)
+
+    def passes(self, accept_uniforms: FloatArray) -> list[BoolArray]:
+        """For every draft token, (seeds, num_prompts, width) whether a round that tests it goes past it."""
+        return [self._below(accept_uniforms, j, accepted) for j, accepted in enumerate(self.accepted)]
+
+    def fill(self, steps: NDArray[np.unsignedinteger], passes: list[BoolArray], hit_uniforms: FloatArray) -> None:
+        """Write the step of every place of this side."""
+        num_accepted, next_side = self.rounds(passes, hit_uniforms)
+        emitted = num_accepted + self.count_type.type(1)
+        goes_on = emitted < self.left
+        emitted += emitted
+        emitted += next_side
+        emitted -= self.count_type.type(self.side)
+        np.multiply(emitted, goes_on, out=steps)
+
+    def rounds(self, passes: list[BoolArray], hit_uniforms: FloatArray) -> tuple[NDArray, BoolArray]:
+        """(seeds, num_prompts, width) accepted count, and whether the next round is one of side 1: after a hit, or of
+        SD after a full acceptance."""
+        num_accepted = np.zeros((len(hit_uniforms), *self.left.shape), dtype=self.count_type)
+        is_prepared = self._below(hit_uniforms, len(passes), self.hits[-1]) if self.is_ssd else None
+        for j, passed in reversed(list(enumerate(passes))):
+            num_accepted += self.count_type.type(1)
+            num_accepted *= passed
+            if is_prepared is not None:
+                is_prepared &= passed
+                is_prepared |= self._below(hit_uniforms, j, self.hits[j]) > passed
+        return num_accepted, num_accepted == self.all_drafted if is_prepared is None else is_prepared
+
+    @staticmethod
+    def _below(uniforms: FloatArray, offset: int, table: FloatArray) -> BoolArray:
+        """Whether the number `offset` tokens after each start is below the table's entry of the start."""
+        below = np.zeros((len(uniforms), *table.shape), dtype=bool)
+        num = max(0, min(table.shape[-1], uniforms.shape[-1] - offset))
+        np.less(uniforms[..., offset : offset + num], table[:, :num], out=below[..., :num])
+        return below

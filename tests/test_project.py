@@ -1,6 +1,7 @@
 """The shape of the project: who imports whom, what imports cost, what may be tracked."""
 
 import ast
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from sim.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sim", "executor", "calibration", "experiments")
@@ -130,3 +133,9 @@ def test_constraints_pin_every_requirement_at_a_release_it_admits() -> None:
     major, minor, micro = pins["torch"].release
     assert not torch.specifier.contains(f"{major}.{minor}.{micro + 1}")
     assert not torch.specifier.contains(f"{major}.{minor + 1}.0")
+
+
+def test_a_refusal_survives_copying() -> None:
+    """Worker processes hand exceptions on by pickling them."""
+    error = BadInput("name", "must be >= 1", 0)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "name: must be >= 1, got 0"

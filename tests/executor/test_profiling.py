@@ -55,7 +55,9 @@ def test_every_column_is_what_the_models_say(temperature: float) -> None:
 def test_the_record_names_what_it_is_about() -> None:
     record = measure_agreement(hash_runner(), Workload("toy", TEXTS, 4, 0.5))
     expected = {"dataset": "toy", "temperature": 0.5, "stop_ids": [], "max_new_tokens": 4, "target": "t", "draft": "d"}
+    expected |= {"vocab_size": VOCAB_SIZE}
     assert expected.items() <= record.identity.items()
+    assert record.prompt_tokens == TEXTS
 
 
 def test_no_more_candidates_than_tokens() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from executor.execute import check_runs
 from experiments.config import ExperimentConfig
 from sim.agreement import AgreementRecord
 from sim.latency import LatencySample
@@ -89,6 +90,9 @@ class FakeBench:
             max_new_tokens=rules.max_new_tokens,
             temperature=rules.temperature,
         )
+
+    def check_runs(self, policy: Policy, workload: Workload) -> None:
+        check_runs(policy, workload)
 
     def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
         split = list(self.truth)[workload.prompts[0][0]]

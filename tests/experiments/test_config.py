@@ -40,7 +40,11 @@ def line_of(old: str) -> int:
         ("seed: 0", "seed: null", "seed: must be a valid integer"),
         ("stop_at_end_of_text: true", "stop_at_end_of_text: yes", "must be a valid boolean, got 'yes'"),
         ("repeats: 3", "repeats: 2", "run.repeats: must be greater than or equal to 3, got 2"),
-        ("fallbacks: [draft, none]", "fallbacks: [draft, ngram]", "search.fallbacks.1: must be 'draft' or 'none'"),
+        (
+            "fallbacks: [draft, none]",
+            "fallbacks: [draft, beam]",
+            "search.fallbacks.1: must be 'draft', 'draft_missing', 'n",
+        ),
         ("fallbacks: [draft, none]", "fallbacks: draft", "search.fallbacks: must be a valid array, got 'draft'"),
         ("fallbacks: [draft, none]", "fallbacks: []", "search.fallbacks: must have at least 1 item"),
         ("concurrency: auto", "concurrency: threads", "concurrency: must be 'auto', 'processes' or 'serial'"),
@@ -144,7 +148,7 @@ def test_policy_from_text_and_from_file(tmp_path: Path, policy) -> None:
         ),
         (
             "{kind: ssd, speculation_length: 1, fan_out_after_hit: [1, 1], fan_out_after_miss: [1, 1], fallback: x}",
-            "fallback: must be 'draft' or 'none', got 'x'",
+            "fallback: must be 'draft', 'draft_missing', 'ngram', 'filler' or 'none', got 'x'",
         ),
     ],
 )

@@ -75,6 +75,61 @@ def test_what_was_not_given_is_said(tmp_path):
     assert "no hit curve given" not in said and "as long as a draft step" not in said
 
 
+LOAD = """
+schema: 1
+name: load
+text: {{new_tokens: 400, batch_size: {batch_size}}}
+acceptance: {{conditional: [0.8]}}
+times: {{verify_ms: 10, verify_free_tokens: 16, verify_ms_per_token: 0.625, draft_step_ms: 1}}
+search: {{speculation_lengths: [1, 2, 3, 4, 6, 8], budgets: [8], fan_out_rules: [uniform], fallbacks: [draft]}}
+"""
+
+
+def test_the_best_k_of_sd_does_not_rise_with_the_batch_and_is_zero_past_the_knee(tmp_path):
+    """Verification is free up to 16 tokens and linear beyond: at 16 rows every draft token takes a real one's time."""
+    best = []
+    for batch_size in (1, 2, 4, 8, 16, 32):
+        numbers = read_numbers(written(tmp_path, LOAD.format(batch_size=batch_size)))
+        found = search(search_space(numbers.search), numbers.workload, numbers.system)
+        rates = {
+            p.policy.speculation_length: p.tokens_per_s.value
+            for p in found.ranked
+            if not isinstance(p.policy, SpeculativeSpeculative)
+        }
+        best.append(max(rates, key=rates.__getitem__))
+    assert best == sorted(best, reverse=True)
+    assert best[0] == 6 and best[-2:] == [0, 0]
+
+
+def test_devices_and_memory_are_read(tmp_path):
+    text = (
+        NUMBERS
+        + """
+devices: {num_draft_devices: 2, slowdown_of_target: 1.5, transfer_latency_ms: 0.25, transfer_gb_per_s: 2}
+vocabulary: {num_tokens: 1000}
+memory: {draft_gb: 0.00055, draft_kv_kb_per_token: 1}
+"""
+    )
+    numbers = read_numbers(written(tmp_path, text))
+    placement = numbers.system.placement
+    assert placement.num_draft_devices == 2 and placement.distribution_bytes == 4000
+    assert placement.message_s(1e6) == pytest.approx(0.00025 + 0.0005)
+    found = search(search_space(numbers.search), numbers.workload, numbers.system)
+    assert all("draft memory" in reason for _, reason in found.infeasible)
+    assert {type(policy) for policy, _ in found.infeasible} == {SpeculativeSpeculative}
+    assert "draft and target do not slow each other" not in " ".join(numbers.assumptions)
+
+
+def test_a_list_must_cover_all_rows(tmp_path):
+    text = NUMBERS.replace("new_tokens: 400", "new_tokens: 400, batch_size: 2")
+    text = text.replace("verify_ms: 10", "verify_ms: [10, 11, 12, 13, 14, 15, 16, 17, 18]")
+    with pytest.raises(BadInput, match="must have 18 entries, for 1 to 18 tokens, got 9"):
+        read_numbers(written(tmp_path, text))
+    text = NUMBERS.replace("verify_ms: 10", f"verify_ms: {[10] * 9}, verify_ms_per_token: 1")
+    with pytest.raises(BadInput, match="verify_ms_per_token: must be 0 where verify_ms lists every number"):
+        read_numbers(written(tmp_path, text))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

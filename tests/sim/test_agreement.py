@@ -1,111 +1,111 @@
-"""The replay law against the real SD/SSD process, token by token, on a Markov pair whose law is known."""
+"""The agreement record: the law of one position against its definition, bounds where candidates lack, storage."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sim.agreement import AgreementRecord
+from sim import agreement, theory
+from sim.agreement import PLAIN, AgreementRecord
 from sim.errors import BadInput
-from sim.policy import Fallback, SpeculativeSpeculative
-from sim.recursion import expectations
-from tests.sim.toy import VOCABULARY, draw, markov, ranks, record_of, system_of, workload_of
+from sim.policy import Drafting, Proposer
+from sim.trace import Source
+from tests.sim.toy import VOCABULARY, markov, ranks, record_of
 
-LENGTH = 13
-NUM_REAL = 2500  # sequences of the real process
-NUM_RECORDED = 4000  # sequences of the record
-
-
-def real_process(p, q, policy: SpeculativeSpeculative, num_sequences: int, seed: int) -> dict[str, np.ndarray]:
-    """SSD run for real: drafts are drawn from q, verified against p; hits are looked up in the prepared top lists."""
-    rng = np.random.default_rng(seed)
-    rank = [ranks(row) for row in q]
-    rounds, hits, lookups = np.zeros((3, num_sequences))
-    for n in range(num_sequences):
-        previous, emitted = draw(rng, p[0]), 1
-        is_hit = False
-        while emitted < LENGTH:
-            fan_out = policy.fan_out_after_hit if is_hit else policy.fan_out_after_miss
-            num_drafted = policy.speculation_length if is_hit else policy.num_drafted_after_miss
-            num_drafted = min(num_drafted, LENGTH - emitted - 1)
-            k, prepared = 0, None
-            while True:
-                if k == num_drafted:
-                    bonus = draw(rng, p[previous])
-                    prepared = rank[previous][bonus] < fan_out[k]
-                    break
-                y = draw(rng, q[previous])
-                if rng.random() < p[previous, y] / q[previous, y]:
-                    previous, k = y, k + 1
-                    continue
-                bonus = draw(rng, np.maximum(0, p[previous] - q[previous]))
-                others = [x for x in np.argsort(rank[previous]) if x != y]
-                prepared = bonus in others[: fan_out[k]]
-                break
-            previous = bonus
-            emitted += k + 1
-            rounds[n] += 1
-            if emitted < LENGTH:
-                lookups[n] += 1
-                hits[n] += prepared
-                is_hit = prepared
-    return {"rounds": rounds, "hits": hits, "lookups": lookups}
+FILLER = Drafting(Proposer.FILLER, 2, (1, 1, 1), Source.MISS)
+NGRAM = Drafting(Proposer.NGRAM, 2, (1, 1, 1), Source.MISS)
 
 
-def difference_in_errors(real: np.ndarray, predicted: np.ndarray) -> float:
-    """|difference of means| over its standard error; both samples are independent sequences."""
-    error = np.hypot(real.std() / np.sqrt(len(real)), predicted.std() / np.sqrt(len(predicted)))
-    return abs(real.mean() - predicted.mean()) / error
+def downweighting(num_tokens: int, downweight: float) -> Drafting:
+    """q' has `num_tokens` >= 2 tokens down-weighted, whatever is prepared."""
+    return Drafting(Proposer.DRAFT_MODEL, 1, (num_tokens - 1, 0), Source.HIT, downweight)
 
 
-POLICIES = [
-    SpeculativeSpeculative(3, (2, 1, 1, 2), (1, 1, 0, 2), Fallback.DRAFT),
-    SpeculativeSpeculative(2, (1, 0, 3), (3,), Fallback.NONE),
-    SpeculativeSpeculative(4, (3, 2, 2, 1, 1), (2, 2, 2, 2, 2), Fallback.DRAFT),
-]
+def at_one_place(p: np.ndarray, q: np.ndarray, num_candidates: int | None = None) -> AgreementRecord:
+    """A record whose row x says what follows if token x is committed, p and q being the same everywhere."""
+    V = len(p)
+    order = np.argsort(-q, kind="stable")[:num_candidates]
+    return AgreementRecord(
+        identity={"temperature": 1.0, "max_new_tokens": V, "vocab_size": V},
+        prompt_length=np.array([1]),
+        stopped=np.array([False]),
+        prompt=np.zeros(V, dtype=int),
+        position=np.arange(V),
+        token=np.arange(V),
+        log_p=np.log(p),
+        log_q=np.log(q),
+        rank=ranks(q),
+        overlap=np.full(V, np.minimum(p, q).sum()),
+        top_token=np.tile(order, (V, 1)),
+        top_p=np.tile(p[order], (V, 1)),
+        top_q=np.tile(q[order], (V, 1)),
+    )
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("pair_seed", [1, 2])
-def test_replay_law_is_the_real_process(policy, pair_seed):
-    """Rounds, look-ups and hits per sequence. 18 comparisons at 4.5 standard errors: a false alarm has p < 2e-4."""
-    p, q = markov(pair_seed)
-    real = real_process(p, q, policy, NUM_REAL, seed=10 + pair_seed)
-    record = record_of(p, q, num_prompts=NUM_RECORDED, length=LENGTH, seed=20 + pair_seed)
-    replay = expectations([policy], workload_of(record), system_of(record))[0]
-    assert difference_in_errors(real["rounds"], replay.num_rounds) < 4.5
-    assert difference_in_errors(real["lookups"], replay.num_lookups.sum(0)) < 4.5
-    assert difference_in_errors(real["hits"], replay.num_hits.sum(0)) < 4.5
+def hit_given_rejection(p, q, sampled, fan_out: int, drafting: Drafting) -> float:
+    """By the record's law, over the residual's law of x."""
+    low, high = at_one_place(p, q).bounds_after_rejection(fan_out, 0, drafting)
+    assert np.array_equal(low, high)
+    return float(np.array(theory.residual_of(p, sampled)) @ low)
 
 
-def test_a_law_that_forgets_the_rejected_token_is_told_apart():
-    """Negative control: without leaving y out of the prepared tokens the hits differ from the real process."""
-    p, q = markov(1)
-    policy = POLICIES[2]
-    real = real_process(p, q, policy, NUM_REAL, seed=11)
-    record = record_of(p, q, num_prompts=NUM_RECORDED, length=LENGTH, seed=21)
-    forgetful = replace(record, top_p=record.top_q)  # (q - p)+ vanishes: y never stands before x
-    replay = expectations([policy], workload_of(record), system_of(forgetful))[0]
-    assert difference_in_errors(real["hits"], replay.num_hits.sum(0)) > 10
+# -------------------------------------------------------------------------------------------- the law of one position
 
 
-def test_hit_after_rejection_by_enumeration():
-    """Against the definition: P(x in the top F of q without y) over the law (q - p)+ of y, for every F."""
-    p, q = markov(5)
-    record = record_of(p, q, num_prompts=3, length=8, seed=3)
-    previous = np.where(record.position == 0, 0, np.roll(record.token, 1))
-    for fan_out in range(VOCABULARY):
-        expected = []
-        for row, x in zip(previous, record.token, strict=True):
-            law = np.maximum(0, q[row] - p[row])
-            order = np.argsort(ranks(q[row]))
-            inside = [x in [t for t in order if t != y][:fan_out] for y in range(VOCABULARY)]
-            can_follow_rejection = p[row, x] > q[row, x]
-            expected.append(float(law @ inside / law.sum()) if can_follow_rejection else np.nan)
-        known = ~np.isnan(expected)
-        assert np.allclose(record.hit_after_rejection(fan_out)[known], np.array(expected)[known])
+@pytest.mark.parametrize("downweight", [1.0, 0.5, 0.2, "filler"])
+@pytest.mark.parametrize("pair_seed", [1, 5])
+def test_hit_after_rejection_by_enumeration(pair_seed, downweight):
+    """Against the definition: P(x in the top F of q without y) over the law (r - p)+ of y, for every F and number of
+    down-weighted tokens; r = q', or 1/V of a filler."""
+    laws, draft_laws = markov(pair_seed)
+    for p, q in zip(laws, draft_laws, strict=True):
+        record, order = at_one_place(p, q), np.argsort(ranks(q))
+        for num in range(2, VOCABULARY + 1):
+            sampled = np.full(VOCABULARY, 1 / VOCABULARY)
+            if downweight != "filler":
+                sampled = np.array(theory.downweighted(q, num, downweight))
+            drafting = FILLER if downweight == "filler" else downweighting(num, downweight)
+            assert np.allclose(record.acceptance_table(0, drafting)[0], np.minimum(1, sampled / p))
+            law = np.maximum(0, sampled - p)
+            can_follow_rejection = p > sampled
+            for fan_out in range(VOCABULARY):
+                inside = [[x in [t for t in order if t != y][:fan_out] for y in order] for x in range(VOCABULARY)]
+                expected = np.array(inside) @ law[order] / law.sum()
+                hits = record.hit_table(fan_out, 0, drafting, rejected=True)[0]
+                assert np.allclose(hits[can_follow_rejection], expected[can_follow_rejection])
+                assert not record.doubt_table(fan_out, 0, drafting).any()
+
+
+def test_the_counter_example_to_theorem_15_comes_out_of_the_record():
+    """Weights (10, 1, .999, .01), p = (.70, .10, .15, .05), F = 2: not monotone in C if the top 2 are down-weighted,
+    monotone with the top 3, which is what a policy does."""
+    p, weights = np.array([0.70, 0.10, 0.15, 0.05]), np.array([10, 1, 0.999, 0.01])
+    q = weights / weights.sum()
+
+    def hits(num_tokens: int) -> list[float]:
+        return [
+            hit_given_rejection(p, q, theory.downweighted(q, num_tokens, C), 2, downweighting(num_tokens, C))
+            for C in (1.0, 0.6, 0.5, 0.3, 0.1)
+        ]
+
+    assert hits(2) == pytest.approx([0.629, 0.450, 0.324, 0.417, 0.860], abs=6e-4)
+    assert hits(3) == pytest.approx([0.6295, 0.632, 0.634, 0.640, 0.670], abs=6e-4)
+    assert hits(3) == sorted(hits(3))
+    assert Drafting(Proposer.DRAFT_MODEL, 1, (2, 2), Source.HIT, 0.5).num_downweighted(0) == 3
+
+
+def test_the_example_of_theorem_19_comes_out_of_the_record():
+    p, q = np.array([0.48, 0.48, 0.02, 0.02]), np.array([0.49, 0.49, 0.01, 0.01])
+    for C, hit in ((1.0, 0.5), (47 / 147, 1.0)):
+        sampled, drafting = theory.downweighted(q, 2, C), downweighting(2, C)
+        assert p @ at_one_place(p, q).acceptance_table(0, drafting)[0] == pytest.approx(0.98)
+        assert hit_given_rejection(p, q, sampled, 2, drafting) == pytest.approx(hit)
 
 
 def test_greedy_acceptance_is_agreement_of_the_argmax():
@@ -116,14 +116,122 @@ def test_greedy_acceptance_is_agreement_of_the_argmax():
     assert not greedy.hit_after_rejection(0).any()
 
 
-def test_round_trip(tmp_path):
+def test_a_greedy_filler_is_right_once_in_the_vocabulary():
+    """Accepted with 1/V; a rejected token is any of the other V - 1, F of which stand before x at rank F."""
+    greedy = record_of(*markov(1), num_prompts=4, length=9, seed=1, temperature=0.0)
+    assert np.allclose(greedy.acceptance_table(0, FILLER), 1 / VOCABULARY)
+    rank = greedy.rank.reshape(4, 9)
+    for fan_out in range(1, VOCABULARY):
+        expected = np.where(rank < fan_out, 1.0, np.where(rank == fan_out, fan_out / (VOCABULARY - 1), 0.0))
+        assert np.allclose(greedy.hit_table(fan_out, 0, FILLER, rejected=True), expected)
+
+
+# ------------------------------------------------------------------------------------------ what candidates leave open
+
+weights = st.lists(st.floats(0.01, 1), min_size=7, max_size=7).map(
+    lambda row: np.array(row) ** 3 / sum(w**3 for w in row)
+)
+proposals = st.builds(downweighting, st.integers(2, 3), st.floats(0.05, 1)) | st.just(FILLER)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(p=weights, q=weights, drafting=proposals, fan_out=st.integers(1, 3))
+def test_the_truth_lies_within_the_doubt(p, q, drafting, fan_out):
+    """With M < V candidates the law is an interval around the middle that holds the law of M = V, and it shrinks."""
+    truth = at_one_place(p, q).hit_table(fan_out, 0, drafting, rejected=True)
+    before = np.full(truth.shape, np.inf)
+    for num_candidates in range(3, 8):
+        record = at_one_place(p, q, num_candidates)
+        middle = record.hit_table(fan_out, 0, drafting, rejected=True)
+        doubt = record.doubt_table(fan_out, 0, drafting)
+        matters = record.acceptance_table(0, drafting) < 1  # elsewhere x never follows a rejection
+        assert (abs(truth - middle) <= doubt + 1e-9)[matters].all()
+        assert (doubt <= before + 1e-9).all()
+        before = doubt
+    assert not doubt.any(), "the candidates cover the vocabulary"
+
+
+def test_few_candidates_leave_something_open_and_plain_sampling_nothing():
+    p, q = np.array([0.3, 0.1, 0.2, 0.1, 0.2, 0.1]), np.array([0.3, 0.25, 0.15, 0.12, 0.1, 0.08])
+    record = at_one_place(p, q, 3)
+    assert record.doubt_table(2, 0, downweighting(3, 0.3)).max() > 0.01
+    assert record.doubt_table(2, 0, FILLER).max() > 0.01
+    assert not record.doubt_table(2, 0, PLAIN).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "drafting", "message"),
+    [
+        ({"temperature": 0.0}, downweighting(2, 0.5), "downweight: must be 1 at temperature 0"),
+        ({}, downweighting(5, 0.5), "fan-out: must be <= 3 where .* candidates recorded in the record, got 4"),
+        ({"vocab_size": None}, FILLER, "identity.vocab_size: must be recorded"),
+        ({"vocab_size": 3}, FILLER, "identity.vocab_size: must be recorded, an integer >= 4"),
+        ({}, NGRAM, "prompt_tokens: must be recorded for an n-gram proposal"),
+    ],
+)
+def test_what_a_record_does_not_tell_is_refused(change, drafting, message):
+    record = record_of(*markov(1), num_prompts=2, length=5, seed=1, num_candidates=4)
+    record = replace(record, identity=record.identity | change, prompt_tokens=())
+    for ask in (
+        lambda: record.check(drafting),
+        lambda: record.acceptance_table(0, drafting),
+        lambda: record.hit_table(1, 0, drafting, rejected=True),
+    ):
+        with pytest.raises(BadInput, match=message):
+            ask()
+    record.check(PLAIN)
+
+
+def test_any_number_of_weights_takes_bounded_memory(monkeypatch):
+    record = record_of(*markov(1), num_prompts=2, length=5, seed=1)
+    monkeypatch.setattr(agreement, "TABLE_BYTES", 80 * 70)
+    first = record.acceptance_table(0, downweighting(2, 0.01)).copy()
+    for C in np.linspace(0.01, 0.9, 500):
+        record.acceptance_table(0, downweighting(2, float(C)))
+    assert len(record._tables) == 70
+    assert np.array_equal(record.acceptance_table(0, downweighting(2, 0.01)), first)
+
+
+# ------------------------------------------------------------------------------------------------------------ storage
+
+
+@pytest.mark.parametrize("with_prompts", [True, False])
+def test_round_trip(tmp_path, with_prompts):
     record = record_of(*markov(2), num_prompts=3, length=5, seed=1)
+    record = record if with_prompts else replace(record, prompt_tokens=())
     record.write(tmp_path / "agreement.parquet")
     read = AgreementRecord.read(tmp_path / "agreement.parquet")
     for name, value in record.__dict__.items():
         if isinstance(value, np.ndarray):
             assert np.array_equal(value, getattr(read, name)), name
     assert read.identity == record.identity
+    assert read.prompt_tokens == record.prompt_tokens
+
+
+def test_a_file_of_an_earlier_release_is_read(tmp_path):
+    """It holds neither prompt tokens nor the vocabulary's size: only what needs them is refused."""
+    path = tmp_path / "agreement.parquet"
+    record = record_of(*markov(2), num_prompts=3, length=5, seed=1)
+    record.write(path)
+    table = pq.read_table(path)
+    header = json.loads(table.schema.metadata[b"agreement"])
+    del header["prompt_tokens"], header["identity"]["vocab_size"]
+    pq.write_table(table.replace_schema_metadata({"agreement": json.dumps(header)}), path)
+    old = AgreementRecord.read(path)
+    assert old.prompt_tokens == ()
+    drafting = downweighting(2, 0.5)
+    assert np.array_equal(old.acceptance_table(0, drafting), record.acceptance_table(0, drafting))
+    for drafting in (FILLER, NGRAM):
+        with pytest.raises(BadInput, match=str(path)):
+            old.check(drafting)
+
+
+def test_prompts_of_another_length_are_refused():
+    record = record_of(*markov(2), num_prompts=2, length=5, seed=1)
+    with pytest.raises(BadInput, match="prompt_tokens: must hold as many tokens"):
+        replace(record, prompt_tokens=((1, 2), (3,)))
+    with pytest.raises(BadInput, match="prompt_tokens: must hold as many tokens"):
+        replace(record, prompt_tokens=record.prompt_tokens[:1])
 
 
 def test_select_repeats_and_reorders_prompts():
@@ -133,6 +241,8 @@ def test_select_repeats_and_reorders_prompts():
     assert np.array_equal(sample.token[:5], record.token[10:])
     assert np.array_equal(sample.token[5:10], record.token[10:])
     assert np.array_equal(sample.token[10:], record.token[:5])
+    assert sample.prompt_tokens == tuple(record.prompt_tokens[index] for index in (2, 2, 0))
+    assert replace(record, prompt_tokens=()).select(np.array([1])).prompt_tokens == ()
 
 
 @pytest.mark.parametrize(

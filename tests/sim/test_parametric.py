@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from sim.errors import BadInput
 from sim.parametric import HitCurve, ParametricAgreement, conditional_from_cumulative
 from sim.policy import Fallback, Speculative, SpeculativeSpeculative
 from sim.recursion import expectations
+from sim.replay import Replay
+from sim.round_law import RoundLaw
 from sim.search import SearchSpace, search
 from sim.simulate import cross_check, predict, simulate
 from sim.system import System
@@ -106,6 +109,14 @@ def test_search_uses_each_source_own_curve_for_exact_lists():
     assert policy.fan_out_after_hit != policy.fan_out_after_miss
 
 
+def test_several_texts_are_as_many_times_the_first():
+    one, three = (ParametricAgreement(4, 30, (0.7,), (HitCurve(0.4, 1),), (HitCurve(0.4, 1),), 0.0, n) for n in (1, 3))
+    policy = SpeculativeSpeculative(2, (2, 1, 1), (2, 1, 1))
+    single, triple = (expectations([policy], workload_of(a), system_of(a))[0] for a in (one, three))
+    for name in ("num_tokens", "num_rounds", "seconds"):
+        assert getattr(triple, name) == pytest.approx(np.repeat(getattr(single, name), 3))
+
+
 def test_round_trip(tmp_path):
     system = long_run((0.9, 0.5), (HitCurve(0.4, 0.5),), (HitCurve(0.7, 0.5), HitCurve(0.6, 0.4)))
     system.write(tmp_path / "system.json")
@@ -114,6 +125,26 @@ def test_round_trip(tmp_path):
     policy = SpeculativeSpeculative(2, (1, 1, 1), (2, 1, 1))
     workload = workload_of(system.agreement)
     assert expectations([policy], workload, read)[0].seconds == expectations([policy], workload, system)[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("fallback", "downweight", "message"),
+    [
+        (Fallback.DRAFT, 0.5, "downweight below 1: needs a token-level agreement record"),
+        (Fallback.FILLER, 1.0, "fallback filler: needs a token-level agreement record"),
+        (Fallback.NGRAM, 1.0, "fallback ngram: needs a token-level agreement record"),
+    ],
+)
+def test_what_summary_numbers_do_not_tell_is_refused(fallback, downweight, message):
+    agreement = ParametricAgreement(4, 20, (0.7,), (HitCurve(0.4, 1),), (HitCurve(0.4, 1),))
+    drafting = SpeculativeSpeculative(2, (1, 1, 1), (1, 1, 1), fallback, downweight).drafting(Source.MISS)
+    for ask in (
+        lambda: RoundLaw(Replay(agreement, workload_of(agreement)), drafting),
+        lambda: agreement.acceptance_table(0, drafting),
+        lambda: agreement.hit_table(1, 0, drafting, rejected=True),
+    ):
+        with pytest.raises(BadInput, match=message):
+            ask()
 
 
 @pytest.mark.parametrize(

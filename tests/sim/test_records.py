@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from sim import metrics
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, OperationLatency, equally_likely, mean_of_maximum, sum_of_independent
+from sim.placement import Placement
 from sim.policy import SpeculativeSpeculative
 from sim.simulate import predict, simulate
 from sim.system import System
 from sim.trace import Operation, Round, Sequence, Source, Trace
+from tests.sim.strategies import batched
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
 TABLE = OperationLatency(
@@ -128,6 +131,38 @@ def test_trace_round_trip(tmp_path):
         Trace.read(tmp_path / "other")
 
 
+def test_traces_of_the_first_schema_are_read(tmp_path):
+    """They know no batches, devices or arrivals: one row, the first device, all requests there from the beginning."""
+    import pyarrow.parquet as pq
+
+    record = record_of(*markov(1), num_prompts=2, length=8, seed=1)
+    trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record))
+    trace.write(tmp_path)
+    header = json.loads((tmp_path / "trace.json").read_text())
+    (tmp_path / "trace.json").write_text(json.dumps(header | {"schema": 1}))
+    for name, added in (("spans", ["batch_size", "device"]), ("sequences", ["arrival_s"])):
+        pq.write_table(pq.read_table(tmp_path / f"{name}.parquet").drop_columns(added), tmp_path / f"{name}.parquet")
+    assert Trace.read(tmp_path) == trace
+
+
+def test_perfetto_tracks_of_a_batch_on_two_devices():
+    """Rounds of rows that are decoded together lie on tracks of their own, and so do devices; no track overlaps."""
+    record = record_of(*markov(1), num_prompts=5, length=8, seed=1)
+    placement = Placement(num_draft_devices=2, num_targets=2)
+    system = replace(batched(system_of(record), 0.001), placement=placement)
+    workload = replace(workload_of(record), batch_size=2)
+    trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload, system)
+    events = trace.to_perfetto()["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    rounds = ["rounds", "rounds 1", "rounds 2", "rounds 3"]
+    assert list(names.values()) == [*rounds, "target", "target 1", "draft", "draft 1"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == len(trace.spans) + len(trace.rounds)
+    for tid in names:
+        on_track = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if e["tid"] == tid)
+        assert on_track and all(before[1] <= after[0] + 1e-6 for before, after in pairwise(on_track))
+
+
 def test_perfetto_has_one_track_per_lane_and_every_span():
     record = record_of(*markov(1), num_prompts=2, length=8, seed=1)
     trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record))
@@ -161,6 +196,29 @@ def test_four_acceptance_figures_are_kept_apart():
     assert metrics.acceptance_rate([trace]).value == pytest.approx(5 / 7)
     assert metrics.survival_by_position([trace]) == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
     assert metrics.accept_count_histogram([trace]) == {0: 1, 1: 1, 4: 1}
+
+
+def test_a_speculation_that_is_drafted_anew_was_found():
+    """Two rows whose rounds alternate in the trace; the second row's prepared speculations are dropped with the batch.
+
+    Look-ups: after the first rounds a miss and a hit that is not used, then, both after a miss, a hit each.
+    """
+    trace = Trace(policy={}, workload={}, sequences=[Sequence(i, 3, tuple(range(4)), 0, 0, 3, False) for i in (0, 1)])
+    sources = [
+        (Source.FIRST, Source.FIRST),
+        (Source.MISS, Source.REDRAFTED),
+        (Source.HIT, Source.HIT),
+        (Source.MISS, Source.REDRAFTED),
+    ]
+    trace.rounds = [
+        Round(row, index, source, 1, 0, 1, 3, index, index + 1)
+        for index, pair in enumerate(sources)
+        for row, source in enumerate(pair)
+    ]
+    assert metrics.hit_rate([trace]).value == pytest.approx(4 / 6)
+    by_source = metrics.hit_rate_by_source([trace])
+    assert by_source["after_miss"].value == pytest.approx(3 / 4)
+    assert by_source["after_hit"].value == pytest.approx(1 / 2)
 
 
 def test_repeats_of_one_prompt_do_not_narrow_the_interval():
@@ -226,7 +284,8 @@ def test_a_folder_or_a_foreign_file_is_no_record(tmp_path):
     ("file", "content", "message"),
     [
         ("trace.json", b"{", "trace.json: must be JSON"),
-        ("trace.json", b"[]", "trace.json: schema: must be 1"),
+        ("trace.json", b"[]", "trace.json: schema: must be one of 1, 2"),
+        ("trace.json", b'{"schema": 3}', "trace.json: schema: must be one of 1, 2"),
         ("spans.parquet", b"noise", "spans.parquet: must be a table of a trace"),
         ("rounds.parquet", None, "rounds.parquet: no such file"),
     ],

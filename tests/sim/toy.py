@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sim.agreement import AgreementRecord
@@ -33,34 +35,86 @@ def ranks(q: np.ndarray) -> np.ndarray:
     return rank
 
 
-def record_of(p: np.ndarray, q: np.ndarray, *, num_prompts: int, length: int, seed: int, prompt_length: int = 4):
-    """Agreement record of target runs from previous token 0, at temperature 1."""
+def prompts_of(num_prompts: int, prompt_length: int, seed: int) -> np.ndarray:
+    """(num_prompts, prompt_length) random tokens, the last of each 0."""
+    tokens = np.random.default_rng((seed, 1)).integers(VOCABULARY, size=(num_prompts, prompt_length))
+    tokens[:, -1] = 0
+    return tokens
+
+
+def by_place(law: np.ndarray, length: int) -> np.ndarray:
+    """(length, V, V) of a law that is the same everywhere, (V, V), or already is by place in the text."""
+    return np.broadcast_to(law, (length, *law.shape[-2:]))
+
+
+def record_of(
+    p: np.ndarray,
+    q: np.ndarray,
+    *,
+    num_prompts: int,
+    length: int,
+    seed: int,
+    prompt_length: int = 4,
+    temperature: float = 1.0,
+    num_candidates: int | None = None,
+):
+    """Agreement record of target runs after prompts that end with token 0, at temperature 1 or 0.
+
+    The laws are (V, V) by the previous token, or (length, V, V) by place and previous token.
+    """
     rng = np.random.default_rng(seed)
-    order = np.argsort(-q, axis=1, kind="stable")
-    rank = np.stack([ranks(row) for row in q])
+    p, q = by_place(p, length), by_place(q, length)
     previous = np.zeros((num_prompts, length), dtype=int)
     token = np.zeros((num_prompts, length), dtype=int)
     state = np.zeros(num_prompts, dtype=int)
     for t in range(length):
         previous[:, t] = state
-        state = (rng.random(num_prompts)[:, None] >= p[state].cumsum(1)).sum(1).clip(max=VOCABULARY - 1)
+        drawn = (rng.random(num_prompts)[:, None] >= p[t, state].cumsum(1)).sum(1).clip(max=VOCABULARY - 1)
+        state = drawn if temperature else p[t, state].argmax(1)
         token[:, t] = state
-    prev, tok = previous.ravel(), token.ravel()
+    prev, tok, place = previous.ravel(), token.ravel(), np.tile(np.arange(length), num_prompts)
+    order = np.argsort(-q, axis=-1, kind="stable")
+    p, q, order = p[place, prev], q[place, prev], order[place, prev]
+    top = order[:, :num_candidates]
+    row = np.arange(len(tok))
     return AgreementRecord(
-        identity={"dataset": "toy", "temperature": 1.0, "stop_ids": [], "max_new_tokens": length},
+        identity={
+            "dataset": "toy",
+            "temperature": temperature,
+            "stop_ids": [],
+            "max_new_tokens": length,
+            "vocab_size": VOCABULARY,
+        },
         prompt_length=np.full(num_prompts, prompt_length),
         stopped=np.zeros(num_prompts, dtype=bool),
         prompt=np.repeat(np.arange(num_prompts), length),
-        position=np.tile(np.arange(length), num_prompts),
+        position=place,
         token=tok,
-        log_p=np.log(p[prev, tok]),
-        log_q=np.log(q[prev, tok]),
-        rank=rank[prev, tok],
-        overlap=np.minimum(p, q).sum(1)[prev],
-        top_token=order[prev],
-        top_p=np.take_along_axis(p[prev], order[prev], 1),
-        top_q=np.take_along_axis(q[prev], order[prev], 1),
+        log_p=np.log(p[row, tok]),
+        log_q=np.log(q[row, tok]),
+        rank=(order == tok[:, None]).argmax(1),
+        overlap=np.minimum(p, q).sum(1),
+        top_token=top,
+        top_p=np.take_along_axis(p, top, 1),
+        top_q=np.take_along_axis(q, top, 1),
+        prompt_tokens=tuple(map(tuple, prompts_of(num_prompts, prompt_length, seed).tolist())),
     )
+
+
+def cut_at(record: AgreementRecord, stop: int) -> AgreementRecord:
+    """The record of the same texts where token `stop` ends a sequence."""
+    before = np.concatenate(
+        [
+            np.cumsum(tokens == stop) - (tokens == stop)
+            for tokens in np.split(record.token, np.cumsum(record.lengths)[:-1])
+        ]
+    )
+    kept = before == 0
+    columns = ("prompt", "position", "token", "log_p", "log_q", "rank", "overlap", "top_token", "top_p", "top_q")
+    ended = np.bincount(record.prompt[record.token == stop], minlength=record.num_prompts) > 0
+    identity = record.identity | {"stop_ids": [stop]}
+    rows = {name: getattr(record, name)[kept] for name in columns}
+    return replace(record, identity=identity, stopped=ended, **rows)
 
 
 def scripted_record(acceptance: float, *, num_prompts: int, length: int, rank: int = 0, prompt_length: int = 4):
@@ -68,7 +122,13 @@ def scripted_record(acceptance: float, *, num_prompts: int, length: int, rank: i
     n = num_prompts * length
     top_q = np.tile(np.array([0.4, 0.3, 0.2, 0.1]), (n, 1))
     return AgreementRecord(
-        identity={"dataset": "scripted", "temperature": 1.0, "stop_ids": [], "max_new_tokens": length},
+        identity={
+            "dataset": "scripted",
+            "temperature": 1.0,
+            "stop_ids": [],
+            "max_new_tokens": length,
+            "vocab_size": top_q.shape[1],
+        },
         prompt_length=np.full(num_prompts, prompt_length),
         stopped=np.zeros(num_prompts, dtype=bool),
         prompt=np.repeat(np.arange(num_prompts), length),
@@ -81,6 +141,7 @@ def scripted_record(acceptance: float, *, num_prompts: int, length: int, rank: i
         top_token=np.tile(np.arange(4), (n, 1)),
         top_p=np.zeros((n, 4)),
         top_q=top_q,
+        prompt_tokens=((1,) * prompt_length,) * num_prompts,
     )
 
 
