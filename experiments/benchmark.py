@@ -182,7 +182,7 @@ def benchmark_workload() -> Workload:
     return Workload("benchmark", ((0,) * PROMPT_TOKENS,) * NUM_PROMPTS, LENGTH, temperature=1.0)
 
 
-def benchmark_system() -> System:
+def benchmark_system(tree_step_s: float = 6e-4) -> System:
     """Operations of a few milliseconds with a spread of 10 %, for one to eight rows, around `benchmark_record`."""
     rng = np.random.default_rng(SEED)
 
@@ -200,7 +200,7 @@ def benchmark_system() -> System:
                 (Lane.TARGET, Operation.VERIFY): table(Operation.VERIFY, 4e-3, 1e-4),
                 (Lane.DRAFT, Operation.DRAFT_STEP): table(Operation.DRAFT_STEP, 5e-4, 0.0),
                 (Lane.DRAFT, Operation.GLUE): table(Operation.GLUE, 6e-4, 1e-5),
-                (Lane.DRAFT, Operation.TREE_STEP): table(Operation.TREE_STEP, 6e-4, 1e-5),
+                (Lane.DRAFT, Operation.TREE_STEP): table(Operation.TREE_STEP, tree_step_s, 1e-5),
             }
         ),
         contention=dict.fromkeys(Lane, 1.05),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,6 +22,7 @@ EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_NOT_LOSSLESS = 1
 EXIT_INTERRUPTED = 130
+WIDTH_OF_FILES = 150
 
 app = typer.Typer(
     help="Plan speculative and speculative speculative decoding: profile a pair, predict, choose, execute, compare.",
@@ -39,7 +41,19 @@ class Engine(StrEnum):
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).")]
-SystemFile = Annotated[Path, typer.Argument(metavar="SYSTEM", help="system.json, as `saguaro fit` writes it.")]
+PlanSource = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SYSTEM|NUMBERS",
+        help="system.json, as `saguaro fit` writes it, or a YAML file of numbers (see configs/from_numbers.yaml).",
+    ),
+]
+PolicyText = Annotated[
+    str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
@@ -109,68 +123,67 @@ def fit(
 
 @app.command()
 def simulate(
-    system_file: SystemFile,
-    policy: Annotated[
-        str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
-    ],
+    source: PlanSource,
+    policy: PolicyText,
     engine: Annotated[Engine, typer.Option("--engine", help="Exact expectation, or sampled runs.")] = Engine.EXACT,
+    batch_size: BatchSize = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled runs.")] = 0,
+    half_width: Annotated[
+        float,
+        typer.Option("--half-width", min=1e-4, max=1, help="Sampled runs go on until tokens/s is known to this share."),
+    ] = 0.02,
     as_json: AsJson = False,
 ) -> None:
-    """Predict one policy on the recorded prompts."""
-    from experiments.config import load_policy
-    from experiments.recorded_workload import recorded_workload
+    """Predict one policy on the recorded prompts, or on what a file of numbers describes."""
+    from experiments.planning import read_plan
+    from experiments.policies import load_policy
     from sim.simulate import predict
-    from sim.system import System
 
-    wanted = load_policy(policy)
-    system = System.read(system_file)
-    workload = recorded_workload(system.agreement)
-    _print_predictions([predict(wanted, workload, system, engine=engine, seed=seed)], as_json=as_json)
+    plan = read_plan(source, batch_size)
+    _print_assumptions(plan.assumptions)
+    wanted = load_policy(policy, plan)
+    prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
+    _print_predictions([prediction], as_json=as_json)
 
 
 @app.command()
 def search(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SYSTEM|NUMBERS",
-            help="system.json, as `saguaro fit` writes it, or a YAML file of numbers (see configs/from_numbers.yaml).",
-        ),
-    ],
+    source: PlanSource,
     config_file: Annotated[
         Path | None,
         typer.Option("--config", help="Experiment file whose `search` section to use with a system.json."),
     ] = None,
+    engine: Annotated[Engine, typer.Option("--engine", help="Exact expectations, or sampled runs.")] = Engine.EXACT,
+    batch_size: BatchSize = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR."""
+    from experiments.config import QUICKSTART, load_config
+    from experiments.planning import read_plan
     from experiments.run import search_space
     from sim.search import search as search_policies
 
-    if source.suffix in (".yaml", ".yml"):
-        from experiments.numbers import read_numbers
-
-        if config_file is not None:
-            raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-        numbers = read_numbers(source)
-        system, workload, space = numbers.system, numbers.workload, search_space(numbers.search)
-        for assumption in numbers.assumptions:
-            print(f"assumed: {assumption}", file=sys.stderr)
-    else:
-        from experiments.config import QUICKSTART, load_config
-        from experiments.recorded_workload import recorded_workload
-        from sim.system import System
-
-        system = System.read(source)
-        workload = recorded_workload(system.agreement)
-        space = search_space(load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, workload, system)
+    plan = read_plan(source, batch_size)
+    if plan.search is not None and config_file is not None:
+        raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
+    _print_assumptions(plan.assumptions)
+    space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
+    found = search_policies(space, plan.workload, plan.system, engine=engine)
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
-        print(json.dumps({"num_policies": found.num_policies, "recommended": ranked[0], "ranked": ranked}, indent=1))
+        infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
+        answer = {
+            "num_policies": found.num_policies,
+            "recommended": ranked[0],
+            "ranked": ranked,
+            "infeasible": infeasible,
+        }
+        print(json.dumps(answer, indent=1))
         return
     _print_predictions(found.best_of_each_length(), as_json=False)
+    if found.infeasible:
+        policy, reason = found.infeasible[0]
+        print(f"{len(found.infeasible)} policies do not fit, {policy.name} for one: {reason}", file=sys.stderr)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
 
 
@@ -284,9 +297,18 @@ def _fail(message: str) -> int:
 
 
 def _console(*, as_json: bool) -> Console:
+    """A file or pipe has no width of its own: lines may be long there."""
     from rich.console import Console
 
-    return Console(stderr=as_json)
+    console = Console(stderr=as_json)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_OF_FILES
+    return console
+
+
+def _print_assumptions(assumptions: Sequence[str]) -> None:
+    for assumption in assumptions:
+        print(f"assumed: {assumption}", file=sys.stderr)
 
 
 def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
@@ -306,6 +328,9 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
         for prediction in predictions
     ]
     _print_table(head, rows, _console(as_json=False))
+    for prediction in predictions:
+        for note in prediction.notes:
+            print(f"{prediction.policy.name}: {note}", file=sys.stderr)
 
 
 def _rate(estimate: Any) -> str:

@@ -1,16 +1,15 @@
-"""What an experiment's YAML file may say, and a policy's."""
+"""What an experiment's YAML file may say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from experiments.strict_yaml import Document, Keys, Section, parse_yaml, read_yaml, validate
+from experiments.strict_yaml import Document, Keys, Section, read_yaml, validate
 from sim.errors import BadInput
-from sim.policy import Fallback, LateBuild, Policy, policy_from_dict
+from sim.policy import Fallback, LateBuild
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -124,54 +123,3 @@ def _checked(document: Document) -> ExperimentConfig:
     fits = profile.trace_prompts <= workload.calibration_prompts
     require(fits, ("profile", "trace_prompts"), rule, profile.trace_prompts)
     return config
-
-
-# -------------------------------------------------------------------------------------------------------------- policy
-
-
-class AutoregressiveConfig(Section):
-    """AR."""
-
-    kind: Literal["ar"]
-
-
-class SpeculativeConfig(Section):
-    """SD."""
-
-    kind: Literal["sd"]
-    speculation_length: Annotated[int, Field(ge=0)]
-
-
-class SpeculativeSpeculativeConfig(Section):
-    """SSD."""
-
-    kind: Literal["ssd"]
-    speculation_length: Count
-    fan_out_after_hit: tuple[Annotated[int, Field(ge=0)], ...]
-    fan_out_after_miss: tuple[Annotated[int, Field(ge=0)], ...]
-    fallback: Fallback = Fallback.DRAFT
-    downweight: Downweight = 1.0
-    on_late_build: LateBuild = LateBuild.WAIT
-
-
-POLICIES: Mapping[str, type[Section]] = {
-    "ar": AutoregressiveConfig,
-    "sd": SpeculativeConfig,
-    "ssd": SpeculativeSpeculativeConfig,
-}
-
-
-def load_policy(text: str) -> Policy:
-    """A policy from the name of a YAML file, or given inline such as '{"kind": "sd", "speculation_length": 4}'.
-
-    Raises `BadInput` naming the file (or `--policy`) and the key.
-    """
-    document = parse_yaml(text, "--policy") if text.lstrip().startswith("{") else read_yaml(Path(text))
-    kind = document.data.get("kind")
-    if not isinstance(kind, str) or kind not in POLICIES:
-        raise BadInput(document.place(("kind",)), f"must be one of {', '.join(POLICIES)}", kind)
-    policy = validate(POLICIES[kind], document)
-    try:
-        return policy_from_dict(policy.model_dump(mode="json"))
-    except BadInput as error:
-        raise BadInput(document.name, str(error)) from None

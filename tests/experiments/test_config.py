@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import QUICKSTART, load_config, load_policy
+from experiments.config import QUICKSTART, load_config
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative, policy_from_dict
 
 TEXT = QUICKSTART.read_text()
 
@@ -115,46 +114,6 @@ def test_resolved_settings_are_a_complete_experiment_file(tmp_path: Path) -> Non
     path = tmp_path / "resolved.yaml"
     path.write_text(json.dumps(config.to_dict()))  # JSON is YAML
     assert load_config(path) == config
-
-
-# -------------------------------------------------------------------------------------------------------------- policy
-
-
-@pytest.mark.parametrize(
-    "policy", [Autoregressive(), Speculative(4), SpeculativeSpeculative(2, (3, 2, 1), (1,), "none")]
-)
-def test_policy_from_text_and_from_file(tmp_path: Path, policy) -> None:
-    text = json.dumps(policy.to_dict())
-    path = tmp_path / "policy.yaml"
-    path.write_text(text)
-    assert load_policy(text) == load_policy(str(path)) == policy == policy_from_dict(policy.to_dict())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{kind: sd}", "--policy, line 1: speculation_length: this key is missing|--policy: speculation_length"),
-        ("{kind: sd, speculation_length: true}", "speculation_length: must be a valid integer, got True"),
-        ("{kind: sd, speculation_lenght: 4}", "did you mean speculation_length"),
-        ("{kind: sd, speculation_length: 4, speculation_length: 5}", "duplicate key"),
-        ("{kind: tree}", "kind: must be one of ar, sd, ssd, got 'tree'"),
-        ("{speculation_length: 4}", "kind: must be one of ar, sd, ssd"),
-        ("{kind: [sd]}", "kind: must be one of ar, sd, ssd"),
-        ("{", "--policy.*is not one valid YAML document"),
-        ("nowhere.yaml", "nowhere.yaml: no such file"),
-        (
-            "{kind: ssd, speculation_length: 2, fan_out_after_hit: [1, 1], fan_out_after_miss: [1, 1, 1]}",
-            "--policy: fan_out_after_hit: must have 3 entries",
-        ),
-        (
-            "{kind: ssd, speculation_length: 1, fan_out_after_hit: [1, 1], fan_out_after_miss: [1, 1], fallback: x}",
-            "fallback: must be 'draft', 'draft_missing', 'ngram', 'filler' or 'none', got 'x'",
-        ),
-    ],
-)
-def test_bad_policy_is_refused(text: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        load_policy(text)
 
 
 CONFIGS = sorted(path for path in QUICKSTART.parent.glob("*.yaml") if path.name != "from_numbers.yaml")

@@ -1,0 +1,37 @@
+"""What a plan starts from: a system and its workload, measured or made of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments.config import SearchConfig
+from experiments.numbers import read_numbers
+from experiments.recorded_workload import recorded_workload
+from sim.errors import BadInput
+from sim.system import System
+from sim.workload import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A system, what it decodes, and what had to be assumed. Only a file of numbers says what to search."""
+
+    system: System
+    workload: Workload
+    search: SearchConfig | None = None
+    assumptions: tuple[str, ...] = ()
+
+
+def read_plan(source: Path, batch_size: int | None = None) -> Plan:
+    """From a system.json, as `saguaro fit` writes it, or a YAML file of numbers. `batch_size` of a system.json is 1
+    unless given; a file of numbers says its own."""
+    if source.suffix in (".yaml", ".yml"):
+        if batch_size is not None:
+            raise BadInput(
+                "--batch-size", "goes with a system.json; a file of numbers says text.batch_size", batch_size
+            )
+        numbers = read_numbers(source)
+        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions)
+    system = System.read(source)
+    return Plan(system, replace(recorded_workload(system.agreement), batch_size=batch_size or 1))
