@@ -11,7 +11,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -56,7 +56,7 @@ REDUCED = Sizes(num_repeats=2, num_policies=60, des_rounds=5_000, vectorized_rou
 
 def bench_sim(sizes: Sizes, progress: Callable[[str], None]) -> dict[str, Any]:
     """Policies and rounds per second of every engine, the bare library's rounds, memory, the machine."""
-    system, workload = benchmark_system(), benchmark_workload()
+    system, workload = _system(), benchmark_workload()
     policies = _benchmark_policies(sizes.num_policies)
     seeds = _Seeds(workload, system)
     rates: dict[str, list[float]] = {}
@@ -75,7 +75,8 @@ def bench_sim(sizes: Sizes, progress: Callable[[str], None]) -> dict[str, Any]:
             ):
                 rates.setdefault(name, []).append(rate())
     progress(f"memory over {sizes.long_run_rounds:,} rounds")
-    growth = _growth_over(seeds.for_rounds(sizes.long_run_rounds), workload, system)
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+        growth = fresh.submit(_growth_over, seeds.for_rounds(sizes.long_run_rounds)).result()
     return {
         **{name: round(float(np.median(values)), 1) for name, values in rates.items()},
         "des_over_bare_simpy": round(
@@ -104,15 +105,20 @@ def _exact_rate(pool: ProcessPoolExecutor, policies: Sequence[Policy]) -> float:
     return num / (time.perf_counter() - start_s)
 
 
-@cache
 def _warm_up() -> None:
-    """Imports and the system are made before anything is timed; laws of an agreement are not, they belong to the
-    prediction: every call takes a fresh record."""
-    benchmark_system()
+    """Imports and the system are made before anything is timed."""
+    _system()
+
+
+@cache
+def _system() -> System:
+    return benchmark_system()
 
 
 def _predict(policies: Sequence[Policy]) -> int:
-    return len(expectations(policies, benchmark_workload(), benchmark_system()))
+    """What an agreement remembers of laws once asked for belongs to the prediction: every call takes a fresh record."""
+    system = replace(_system(), agreement=replace(_system().agreement))  # type: ignore[type-var]
+    return len(expectations(policies, benchmark_workload(), system))
 
 
 def _des_rate(seeds: Sequence[int], workload: Workload, system: System) -> float:
@@ -155,13 +161,12 @@ def _bare_rate(num_rounds: int) -> float:
     return num_rounds / (time.perf_counter() - start_s)
 
 
-def _growth_over(seeds: Sequence[int], workload: Workload, system: System) -> int:
-    """By how much the largest resident size grows over a long event simulation that follows a short one."""
-    for _ in timeline.totals(POLICY, workload, system, seeds[: max(1, len(seeds) // 20)]):
-        pass
+def _growth_over(seeds: Sequence[int]) -> int:
+    """By how much the resident size of a new process grows from a short event simulation to the end of a long one."""
+    workload, system = benchmark_workload(), _system()
+    timeline.totals(POLICY, workload, system, seeds[: max(1, len(seeds) // 20)])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in timeline.totals(POLICY, workload, system, seeds):
-        pass
+    timeline.totals(POLICY, workload, system, seeds)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 

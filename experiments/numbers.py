@@ -73,7 +73,8 @@ class HitConfig(Section):
 class TimesConfig(Section):
     """Milliseconds. `verify_ms` is a list over the number of tokens verified (1, 2, ..., all rows together), or one
     number for up to `verify_free_tokens` of them, to which each further token adds `verify_ms_per_token`. Likewise for
-    every operation of the draft."""
+    every operation of the draft. `service_ms` is the draft's fixed time per build, `tree_step_ms` a step of all
+    branches at once (a draft step, if not given), `host_ms` the time per round that nothing else explains."""
 
     verify_ms: PositiveMilliseconds | tuple[PositiveMilliseconds, ...]
     verify_ms_per_token: Milliseconds = 0.0
@@ -134,8 +135,7 @@ class MemoryConfig(Section):
 
 
 class NumbersConfig(Section):
-    """`service_ms` is the draft's fixed time per build, `host_ms` the time per round that nothing else explains,
-    `tree_step_ms` a step of all branches at once (a draft step, if not given)."""
+    """What is known of a pair and its devices, and the policies to choose from."""
 
     schema_number: Literal[1] = Field(alias="schema")
     name: str
@@ -254,4 +254,7 @@ def _assumptions(config: NumbersConfig) -> tuple[str, ...]:
         assumptions.append("a step of all branches at once takes as long as a draft step")
     if not isinstance(config.times.verify_ms, tuple) and not config.times.verify_ms_per_token:
         assumptions.append("verifying K + 1 tokens takes as long as one autoregressive step, whatever K")
+    weighs = config.devices.transfer_gb_per_s is not None or config.memory != MemoryConfig()
+    if weighs and config.text.temperature > 0 and not config.vocabulary.num_tokens:
+        assumptions.append("draft distributions take no room and no time: vocabulary.num_tokens is not given")
     return tuple(assumptions)

@@ -45,6 +45,13 @@ class Rate:
     def relative_half_width(self) -> float:
         return self.half_width / self.tokens_per_s if self.tokens_per_s else self.half_width
 
+    @property
+    def standard_error(self) -> float:
+        """Of tokens/s; infinite with one replication."""
+        if self.num_replications < 2:
+            return math.inf
+        return self.half_width / _student_quantile(self.num_replications - 1)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: an infinite half width is None."""
         data = asdict(self)

@@ -139,10 +139,8 @@ def cross_check(
 
     exact = predict(policy, workload, system).tokens_per_s.value
     runs = totals(policy, workload, system, replication_seeds(seed, replications))
-    tokens, seconds = np.array([(run.num_tokens.sum(), run.shared_s.sum()) for run in runs]).T
-    rate = rate_of(tokens, seconds)
-    error = float(np.std(tokens - rate.tokens_per_s * seconds, ddof=1)) / np.sqrt(replications) / seconds.mean()
-    return CrossCheck(policy, exact, rate.tokens_per_s, float(error))
+    rate = rate_of([run.num_tokens.sum() for run in runs], [run.shared_s.sum() for run in runs])
+    return CrossCheck(policy, exact, rate.tokens_per_s, rate.standard_error)
 
 
 def _replicate_vectorized(

@@ -160,8 +160,7 @@ class Target:
     def _must_wait_for_build(self) -> bool:
         """Whether the last build is unfinished, unless the only device ends it before it takes up another question."""
         build = self.build
-        comes_first = build is not None and build.in_one and len(self.devices) == 1 and not self.prefills
-        return build is not None and build.num_open > 0 and not comes_first
+        return build is not None and build.num_open > 0 and not (build.in_one and len(self.devices) == 1)
 
     def await_build(self) -> Process:
         """The build of the last round ends, early if no row needs it and the policy says so."""
