@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -185,6 +186,53 @@ def search(
         policy, reason = found.infeasible[0]
         print(f"{len(found.infeasible)} policies do not fit, {policy.name} for one: {reason}", file=sys.stderr)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
+
+
+@app.command()
+def serve(
+    source: PlanSource,
+    policy: Annotated[
+        list[str], typer.Option("--policy", help="Policy file (YAML), or inline; may be given several times.")
+    ],
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=1e-9, help="Requests per second that arrive at random (Poisson).")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, help="Instead: clients with one request each at any time.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Rows decoded together on a target.")] = 1,
+    requests: Annotated[
+        int, typer.Option("--requests", min=10, help="Of which the first fifth is the warm-up.")
+    ] = 2000,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option("--slo-ttft-ms", min=0, help="Time to the first token that goodput counts.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option("--slo-tpot-ms", min=0, help="Time per further token that goodput counts.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, prompts, outcomes and durations.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Serve requests as they arrive, by continuous batching: latencies, throughput, goodput of every policy given."""
+    from experiments.planning import read_plan
+    from experiments.policies import load_policy
+    from experiments.served import SERVED_HEAD, load_of, served_row
+    from sim.serving import Slo
+    from sim.serving import serve as serve_load
+
+    plan = read_plan(source)
+    _print_assumptions(plan.assumptions)
+    load = load_of(rate, concurrency, max_batch, requests)
+    slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
+    policies = [load_policy(text, plan) for text in policy]
+    reports = [serve_load(wanted, load, plan.workload, plan.system, seed, slo=slo) for wanted in policies]
+    if as_json:
+        print(json.dumps([report.to_dict() for report in reports], indent=1))
+        return
+    _print_table(SERVED_HEAD, [served_row(report) for report in reports], _console(as_json=False))
+    for report in reports:
+        if report.note:
+            print(f"{report.name}: {report.note}", file=sys.stderr)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from sim.trace import Lane, Operation
 from sim.workload import Workload
 
 ANY_CONTEXT = (0, 2**31)
+ANY_WIDTH = (1, 2**31)
 Milliseconds = Annotated[float, Field(ge=0)]
 PositiveMilliseconds = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -74,7 +75,8 @@ class TimesConfig(Section):
     """Milliseconds. `verify_ms` is a list over the number of tokens verified (1, 2, ..., all rows together), or one
     number for up to `verify_free_tokens` of them, to which each further token adds `verify_ms_per_token`. Likewise for
     every operation of the draft. `service_ms` is the draft's fixed time per build, `tree_step_ms` a step of all
-    branches at once (a draft step, if not given), `host_ms` the time per round that nothing else explains."""
+    branches at once (a draft step, if not given), `host_ms` the time per round that nothing else explains, `prefill_ms`
+    what the prompt takes on the target, which only serving asks for (the draft's is taken to be done by then)."""
 
     verify_ms: PositiveMilliseconds | tuple[PositiveMilliseconds, ...]
     verify_ms_per_token: Milliseconds = 0.0
@@ -85,6 +87,7 @@ class TimesConfig(Section):
     draft_ms_per_token: Milliseconds = 0.0
     draft_free_tokens: Count = 1
     service_ms: Milliseconds = 0.0
+    prefill_ms: Milliseconds | None = None
     host_ms: Milliseconds = 0.0
 
 
@@ -191,7 +194,7 @@ def read_numbers(path: Path) -> Numbers:
             raise BadInput(document.place(("times", "verify_ms_per_token")), rule, config.times.verify_ms_per_token)
     devices = config.devices
     system = System(
-        latency=_latency(config.times, longest, max(config.search.budgets), text.batch_size),
+        latency=_latency(config.times, longest, max(config.search.budgets), text.prompt_tokens, text.batch_size),
         contention={Lane.TARGET: devices.slowdown_of_target, Lane.DRAFT: devices.slowdown_of_draft},
         host_s=dict.fromkeys(HostTerm, config.times.host_ms / 1e3),
         agreement=agreement,
@@ -205,7 +208,7 @@ def read_numbers(path: Path) -> Numbers:
     return Numbers(system, workload, config.search, _assumptions(config))
 
 
-def _latency(times: TimesConfig, longest: int, widest: int, batch_size: int) -> LatencyModel:
+def _latency(times: TimesConfig, longest: int, widest: int, prompt_tokens: int, batch_size: int) -> LatencyModel:
     """Tables at every number of rows and of tokens per row that can occur; context changes nothing."""
     tree_step_ms = times.draft_step_ms if times.tree_step_ms is None else times.tree_step_ms
 
@@ -218,15 +221,21 @@ def _latency(times: TimesConfig, longest: int, widest: int, batch_size: int) -> 
         return lambda num_tokens: base_ms + times.draft_ms_per_token * max(0, num_tokens - times.draft_free_tokens)
 
     glue_ms = draft_ms(times.service_ms + times.glue_ms)
-    rows = (
+    rows = [
         (Lane.TARGET, Operation.VERIFY, verify_ms, longest + 1),
         (Lane.DRAFT, Operation.DRAFT_STEP, draft_ms(times.draft_step_ms), 2),
         (Lane.DRAFT, Operation.GLUE, glue_ms, longest + 1),
         (Lane.DRAFT, Operation.TREE_STEP, draft_ms(tree_step_ms), widest),
-    )
-    return LatencyModel(
-        {(lane, operation): _table(operation, of_tokens, most, batch_size) for lane, operation, of_tokens, most in rows}
-    )
+    ]
+    tables = {
+        (lane, operation): _table(operation, of_tokens, most, batch_size) for lane, operation, of_tokens, most in rows
+    }
+    if times.prefill_ms is not None:
+        # A draft that joins late reads what has been decoded as well.
+        for lane, ms, widths in ((Lane.TARGET, times.prefill_ms, (prompt_tokens,)), (Lane.DRAFT, 0.0, ANY_WIDTH)):
+            knots = {width: tuple((context, ms / 1e3) for context in ANY_CONTEXT) for width in widths}
+            tables[lane, Operation.PREFILL] = OperationLatency(Operation.PREFILL, knots, (1.0,))
+    return LatencyModel(tables)
 
 
 def _table(operation: Operation, ms: Callable[[int], float], most_tokens: int, batch_size: int) -> OperationLatency:
