@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sim import metrics
+from sim.errors import BadInput
 from sim.trace import Lane, Operation, Round, Span, Trace
 
 BUILD = (Operation.GLUE, Operation.TREE_STEP)
@@ -40,13 +41,24 @@ def round_time(traces: Sequence[Trace]) -> RoundTime | None:
 
 
 def time_of_rounds(trace: Trace) -> Iterable[tuple[Round, RoundTime]]:
-    """Each round with its time, from the spans that may run during it: its own and those of the round before."""
+    """Each round with its time, from the spans that may run during it: its own and those of the round before.
+
+    Raises `BadInput` for batches.
+    """
+    check_one_row_at_a_time(trace)
     by_round: dict[tuple[int, int], list[Span]] = {}
     for span in trace.spans:
         by_round.setdefault((span.sequence, span.round), []).append(span)
     for r in trace.rounds:
         before_and_own = (r.index - 1, r.index)
         yield r, _parts(r, [span for index in before_and_own for span in by_round.get((r.sequence, index), [])])
+
+
+def check_one_row_at_a_time(trace: Trace) -> None:
+    """Raises `BadInput` if rows were decoded together: their spans are those of no single row."""
+    most = max((span.batch_size for span in trace.spans), default=1)
+    if most > 1:
+        raise BadInput("trace", "must be of prompts decoded one at a time", f"a batch of {most} rows")
 
 
 def _parts(r: Round, spans: Sequence[Span]) -> RoundTime:
@@ -72,7 +84,8 @@ def _parts(r: Round, spans: Sequence[Span]) -> RoundTime:
 
 
 def figures_of_merit(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Every metric of one policy's repeats, JSON-safe; a metric that does not apply is None."""
+    """Every metric of one policy's repeats, JSON-safe; a metric that does not apply is None. Raises `BadInput` for
+    batches."""
     estimates = {
         "tokens_per_s": metrics.tokens_per_s(traces),
         "end_to_end_tokens_per_s": metrics.end_to_end_tokens_per_s(traces),

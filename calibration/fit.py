@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import theilslopes
 
-from calibration.breakdown import time_of_rounds
+from calibration.breakdown import check_one_row_at_a_time, time_of_rounds
 from calibration.profile import Profile
 from sim.errors import BadInput
 from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency, equally_likely
@@ -25,7 +25,10 @@ FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the
 
 
 def fit(profile: Profile) -> System:
-    """The system that the profile's samples, short runs and agreement record speak of."""
+    """The system that the profile's samples, short runs and agreement record speak of.
+
+    Raises `BadInput` if the short runs lack a kind of round, or hold batches.
+    """
     latency = LatencyModel(_tables(profile.latency))
     host_s = _host_times(profile.traces)
     missing = [term.value for term in HostTerm if term not in host_s]
@@ -45,7 +48,7 @@ def fit(profile: Profile) -> System:
 def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
     """The system as fast as the machine was during `traces`: host times and residuals in situ are taken from them.
 
-    What does not occur in them stays as it was.
+    What does not occur in them stays as it was. Raises `BadInput` for batches.
     """
     seen = _in_situ(traces, system)
     kinds = system.in_situ.keys() | seen.keys()
@@ -114,6 +117,7 @@ def _in_situ(traces: Sequence[Trace], isolated: System) -> dict[str, dict[Key, t
     """By kind of decoder: ratios of what its operations took in the short runs to what the tables say of them."""
     ratios: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
+        check_one_row_at_a_time(trace)
         built = {(s.sequence, s.round) for s in trace.spans if s.operation is Operation.GLUE}
         for s in trace.spans:
             if s.operation in IN_SITU:

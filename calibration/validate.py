@@ -106,20 +106,20 @@ def compare(forecast: Prediction[Policy], prediction: Prediction[Policy], traces
 def estimate_regret(measured: Sequence[Sequence[Trace]], recommended: int) -> Estimate:
     """Share of tokens/s lost by running policy number `recommended` and not the best of those measured.
 
-    `measured` holds the repeats of every policy on the same prompts. Each bootstrap sample of prompts chooses its own
-    best policy, so the interval includes the luck of the choice; it never falls below 0.
+    `measured` holds the repeats of every policy on the same prompts. Each bootstrap sample of prompts, or of batches
+    where prompts are decoded together, chooses its own best policy, so the interval includes the luck of the choice; it
+    never falls below 0.
     """
-    tokens = np.stack([metrics.decoded_tokens(traces) for traces in measured])
-    seconds = np.stack([metrics.decode_seconds(traces) for traces in measured])
+    tokens, seconds = (np.stack(totals) for totals in zip(*metrics.decode_totals(*measured), strict=True))
 
     def lost(weights: NDArray[np.float64]) -> NDArray[np.float64]:
         rates = (tokens @ weights.T) / (seconds @ weights.T)
         return 1 - rates[recommended] / rates.max(0)
 
-    num_prompts = tokens.shape[1]
-    value = float(lost(np.ones(num_prompts)))
-    low, high = metrics.bootstrap(lost, num_prompts)
-    return Estimate(value, low, high, num_prompts)
+    num_batches = tokens.shape[1]
+    value = float(lost(np.ones(num_batches)))
+    low, high = metrics.bootstrap(lost, num_batches)
+    return Estimate(value, low, high, num_batches)
 
 
 # ------------------------------------------------------------------------------------------------------- losslessness

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.controller import AffineTime, ExpectedTimes
+from sim.beliefs import AffineTime, ExpectedTimes
 from sim.system import HostTerm, System
 from sim.trace import Lane, Operation
 from sim.workload import Workload

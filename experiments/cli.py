@@ -154,13 +154,16 @@ def search(
         Path | None,
         typer.Option("--config", help="Experiment file whose `search` section to use with a system.json."),
     ] = None,
-    engine: Annotated[Engine, typer.Option("--engine", help="Exact expectations, or sampled runs.")] = Engine.EXACT,
+    engine: Annotated[
+        Engine | None,
+        typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
+    ] = None,
     batch_size: BatchSize = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR."""
     from experiments.config import QUICKSTART, load_config
-    from experiments.planning import read_plan
+    from experiments.planning import best_engine, read_plan
     from experiments.run import search_space
     from sim.search import search as search_policies
 
@@ -169,7 +172,7 @@ def search(
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_assumptions(plan.assumptions)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, plan.workload, plan.system, engine=engine)
+    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan))
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
         infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
@@ -184,7 +187,8 @@ def search(
     _print_predictions(found.best_of_each_length(), as_json=False)
     if found.infeasible:
         policy, reason = found.infeasible[0]
-        print(f"{len(found.infeasible)} policies do not fit, {policy.name} for one: {reason}", file=sys.stderr)
+        num = len(found.infeasible)
+        print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
 
 

@@ -35,3 +35,11 @@ def read_plan(source: Path, batch_size: int | None = None) -> Plan:
         return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions)
     system = System.read(source)
     return Plan(system, replace(recorded_workload(system.agreement), batch_size=batch_size or 1))
+
+
+def best_engine(plan: Plan) -> str:
+    """The surest engine that knows the plan's workload to its end: the exact one leaves out the ends of batches, where
+    speculating policies lose most."""
+    if plan.system.placement.num_targets > 1:
+        return "des"
+    return "exact" if plan.workload.batch_size == 1 else "vectorized"

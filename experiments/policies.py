@@ -13,7 +13,8 @@ from experiments.adaptive import expected_times
 from experiments.config import Count, Downweight
 from experiments.planning import Plan
 from experiments.strict_yaml import Section, parse_yaml, read_yaml, validate
-from sim.controller import Adaptive, adaptive_from_dict
+from sim.adaptive import adaptive_from_dict
+from sim.decider import Adaptive
 from sim.errors import BadInput
 from sim.policy import Fallback, LateBuild, Policy, PolicyTable, policy_from_dict, policy_table_from_dict
 
@@ -85,6 +86,7 @@ def load_policy(text: str, plan: Plan) -> Policy | PolicyTable | Adaptive:
 
 
 def _adaptive(data: dict[str, Any], plan: Plan) -> Adaptive:
+    data.setdefault("most_candidates", plan.system.agreement.num_candidates)
     if data["kind"] == "running_statistics" and "times" not in data:
         grid = [data.get(name) or (1,) for name in ("speculation_lengths", "budgets")]
         longest, widest = (max((n for n in row if isinstance(n, int)), default=1) for row in grid)

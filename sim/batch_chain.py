@@ -70,7 +70,7 @@ class _RowLaw:
             for k, fan_out in enumerate(drafting.fan_out)
         ]
         hit_rate = float(ended @ hits) if hits else 0.0
-        return cls(K, sum(drafting.fan_out), float(survival.sum()), float(survival[-1]), hit_rate)
+        return cls(K, drafting.num_branches(K), float(survival.sum()), float(survival[-1]), hit_rate)
 
 
 class _Batch:
@@ -80,7 +80,7 @@ class _Batch:
 
     def __init__(self, policy: Policy, workload: Workload, system: System, contexts: IntArray) -> None:
         self.policy, self.system, self.size = policy, system, workload.batch_size
-        self.sampled = workload.temperature > 0
+        self.sampled = policy.drafting(Source.HIT).is_sampled(workload.temperature)
         self.contexts = context_knots(contexts)
 
     def draft_s(self, rows: int) -> float:
@@ -225,7 +225,7 @@ class _PreparedRounds(_Batch):
     def _waiting_s(self, found: int) -> float:
         """Host time and draft steps between the outcomes and the next verification, if `found` look-ups hit."""
         host_s = self.system.host_s[HostTerm.HIT if found == self.size else HostTerm.MISS]
-        if found == self.size or not self.policy.drafts_in_the_open:
+        if found == self.size or not self.policy.waits_for_draft(Source.MISS):
             return host_s
         return host_s + self._drafting_s[self.size if self.policy.fallback is Fallback.DRAFT else self.size - found]
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Expectation:
     round that ends with the look-up: after a hit, after a miss.
 
     `doubt` is the largest half-width of a mean hit probability that the agreement record leaves open; 0 where its law
-    is exact. `notes` say what the totals leave out.
+    is exact. `notes` say what the totals leave out. `batch` (num_prompts,) is the number of the batch that a prompt is
+    decoded in, from 0 on; None stands for batches of prompts that follow one another.
     """
 
     num_tokens: FloatArray
@@ -26,3 +28,4 @@ class Expectation:
     num_hits: FloatArray
     doubt: float = 0.0
     notes: tuple[str, ...] = ()
+    batch: IntArray | None = None

@@ -6,12 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count, require_entries, require_mapping, require_number
 from sim.trace import Lane, Operation
 
 FloatArray = NDArray[np.float64]
@@ -19,6 +21,10 @@ Knots = tuple[tuple[int, float], ...]  # (context, location_s), contexts ascendi
 
 NUM_RESIDUALS = 40  # equally likely ratios that stand for the spread of an operation's durations
 NUM_OF_SUM = 160  # equally likely values that stand for the distribution of a sum
+
+_KNOTS = "knots_num_tokens_context_s"  # keys of a file
+_BATCHED_KNOTS = "batched_knots_rows_num_tokens_context_s"
+_RESIDUALS = "residual_ratios"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class OperationLatency:
 
     `knots[num_tokens]` is a tuple of (context, location_s), contexts ascending, of one row; `batched[b][num_tokens]`
     the same of b >= 2 rows, with the tokens of each row. Between knots the location is linear, over rows too; outside
-    them there is no answer.
+    them there is no answer. Raises `BadInput` on a table that is none, and on a verification that takes no time.
     """
 
     operation: Operation
@@ -53,16 +59,20 @@ class OperationLatency:
     batched: Mapping[int, Mapping[int, Knots]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.knots or not self.residuals:
-            raise BadInput(f"latency of {self.operation.value}", "must have at least one knot and one residual")
-        if any(batch_size < 2 for batch_size in self.batched):
-            raise BadInput(f"latency of {self.operation.value}", "batched tables are of two rows or more")
-        tables = [self.knots, *self.batched.values()]
-        locations = [location for table in tables for knots in table.values() for _, location in knots]
-        values = locations + list(self.residuals)
-        bad = [value for value in values if not (np.isfinite(value) and value >= 0)]
-        if bad:
-            raise BadInput(f"latency of {self.operation.value}", "must be finite and >= 0", bad[0])
+        if self.operation not in list(Operation):
+            raise BadInput("latency: operation", f"must be one of {', '.join(Operation)}", self.operation)
+        operation = Operation(self.operation)
+        name = f"latency of {operation.value}"
+        batched = {
+            require_count(f"{name}: rows of a batch", rows, 2): _checked_table(
+                f"{name} of {rows} rows", operation, table
+            )
+            for rows, table in require_mapping(f"{name}: batched", self.batched).items()
+        }
+        object.__setattr__(self, "operation", operation)
+        object.__setattr__(self, "knots", _checked_table(name, operation, self.knots))
+        object.__setattr__(self, "residuals", checked_residuals(name, operation, self.residuals))
+        object.__setattr__(self, "batched", batched)
 
     @cached_property
     def mean_residual(self) -> float:
@@ -130,11 +140,63 @@ class OperationLatency:
         return {}
 
 
+def _checked_table(name: str, operation: Operation, table: object) -> dict[int, Knots]:
+    rows = require_mapping(name, table)
+    if not rows:
+        raise BadInput(name, "must have at least one knot")
+    return {
+        require_count(f"{name}: number of tokens", width, 1): _checked_knots(
+            f"{name} at {width} tokens", operation, row
+        )
+        for width, row in rows.items()
+    }
+
+
+def _checked_knots(name: str, operation: Operation, row: object) -> Knots:
+    """A verification that takes no time would make a round of no time, and of no throughput."""
+    knots = []
+    for knot in require_entries(name, row):
+        if len(require_entries(name, knot)) != 2:
+            raise BadInput(name, "must hold pairs of a context and a time", knot)
+        context, location = knot
+        above = operation is Operation.VERIFY
+        location = require_number(f"{name}: time", location, 0, above=above)
+        knots.append((require_count(f"{name}: context", context, 0), location))
+    if not knots:
+        raise BadInput(name, "must have at least one knot")
+    descending = [after for (before, _), (after, _) in pairwise(knots) if after <= before]
+    if descending:
+        raise BadInput(f"{name}: context", "must be above the one before", descending[0])
+    return tuple(knots)
+
+
+def checked_residuals(name: str, operation: Operation, residuals: object) -> tuple[float, ...]:
+    """Equally likely ratios to a location. Raises `BadInput` unless they are finite and >= 0, and above 0 on the mean
+    for a verification."""
+    ratios = tuple(require_number(f"{name}: residuals", ratio, 0) for ratio in require_entries(name, residuals))
+    if not ratios:
+        raise BadInput(f"{name}: residuals", "must have at least one entry")
+    if operation is Operation.VERIFY and not any(ratios):
+        raise BadInput(f"{name}: residuals", "must have a mean above 0", list(ratios))
+    return ratios
+
+
 @dataclass(frozen=True)
 class LatencyModel:
-    """Latency of every operation of either lane, with the other lane idle."""
+    """Latency of every operation of either lane, with the other lane idle. Raises `BadInput` where it holds none, or
+    one under the name of another."""
 
     operations: Mapping[tuple[Lane, Operation], OperationLatency]
+
+    def __post_init__(self) -> None:
+        tables = require_mapping("latency", self.operations)
+        if not tables:
+            raise BadInput("latency", "must hold at least one operation")
+        lanes, kinds = list(Lane), list(Operation)
+        for key, table in tables.items():
+            is_key = isinstance(key, tuple) and len(key) == 2 and key[0] in lanes and key[1] in kinds
+            if not is_key or not isinstance(table, OperationLatency) or table.operation != key[1]:
+                raise BadInput("latency", "must map a lane and an operation to the latency of that operation", key)
 
     def __getitem__(self, key: tuple[Lane, Operation]) -> OperationLatency:
         if key not in self.operations:
@@ -145,46 +207,74 @@ class LatencyModel:
     def to_dict(self) -> dict[str, Any]:
         return {
             f"{lane.value}.{operation.value}": {
-                "knots_num_tokens_context_s": [
+                _KNOTS: [
                     [width, context, location]
                     for width, row in sorted(table.knots.items())
                     for context, location in row
                 ],
-                "batched_knots_rows_num_tokens_context_s": [
+                _BATCHED_KNOTS: [
                     [batch_size, width, context, location]
                     for batch_size, knots in sorted(table.batched.items())
                     for width, row in sorted(knots.items())
                     for context, location in row
                 ],
-                "residual_ratios": list(table.residuals),
+                _RESIDUALS: list(table.residuals),
             }
             for (lane, operation), table in self.operations.items()
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyModel:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`. Raises `BadInput` naming the operation and the key; files of an earlier release have no
+        batched knots."""
         operations = {}
-        for name, entry in data.items():
-            lane, operation = name.split(".")
-            by_batch: dict[int, list[list[float]]] = {}
-            for batch_size, *knot in entry.get("batched_knots_rows_num_tokens_context_s", []):
-                by_batch.setdefault(int(batch_size), []).append(knot)
-            key = (Lane(lane), Operation(operation))
-            operations[key] = OperationLatency(
-                key[1],
-                _knots(entry["knots_num_tokens_context_s"]),
-                tuple(entry["residual_ratios"]),
-                {batch_size: _knots(rows) for batch_size, rows in by_batch.items()},
-            )
+        for name, entry in require_mapping("latency", data).items():
+            key = lane_and_operation("latency", name)
+            try:
+                operations[key] = _table_from_dict(key[1], entry)
+            except BadInput as error:
+                raise BadInput(f"latency.{name}", str(error)) from None
         return cls(operations)
 
 
-def _knots(rows: Iterable[Sequence[float]]) -> dict[int, Knots]:
-    by_width: dict[int, list[tuple[int, float]]] = {}
+def lane_and_operation(name: str, key: str) -> tuple[Lane, Operation]:
+    """What a key `lane.operation` of a file names. Raises `BadInput` with `name` before it."""
+    lane, _, operation = key.partition(".")
+    if lane not in list(Lane) or operation not in list(Operation):
+        lanes, operations = ", ".join(Lane), ", ".join(Operation)
+        raise BadInput(f"{name}.{key}", f"must be a lane ({lanes}), a point and an operation ({operations})")
+    return Lane(lane), Operation(operation)
+
+
+def _table_from_dict(operation: Operation, data: object) -> OperationLatency:
+    entry = require_mapping(operation.value, data, (_KNOTS, _BATCHED_KNOTS, _RESIDUALS), (_KNOTS, _RESIDUALS))
+    by_batch: dict[int, list[tuple[Any, ...]]] = {}
+    for batch_size, *knot in _rows(_BATCHED_KNOTS, entry.get(_BATCHED_KNOTS, []), 4):
+        by_batch.setdefault(require_count(_BATCHED_KNOTS, batch_size, 2), []).append(tuple(knot))
+    return OperationLatency(
+        operation,
+        _table_of_rows(_KNOTS, operation, _rows(_KNOTS, entry[_KNOTS], 3)),
+        checked_residuals(_RESIDUALS, operation, entry[_RESIDUALS]),
+        {batch_size: _table_of_rows(_BATCHED_KNOTS, operation, rows) for batch_size, rows in by_batch.items()},
+    )
+
+
+def _rows(name: str, rows: object, length: int) -> list[tuple[Any, ...]]:
+    listed = [require_entries(name, row) for row in require_entries(name, rows)]
+    wrong = [list(row) for row in listed if len(row) != length]
+    if wrong:
+        raise BadInput(name, f"must have rows of {length} numbers", wrong[0])
+    return listed
+
+
+def _table_of_rows(name: str, operation: Operation, rows: Iterable[Sequence[Any]]) -> dict[int, Knots]:
+    """The rows in any order."""
+    by_width: dict[int, list[tuple[int, Any]]] = {}
     for width, context, location in rows:
-        by_width.setdefault(int(width), []).append((int(context), float(location)))
-    return {width: tuple(sorted(row)) for width, row in by_width.items()}
+        knot = (require_count(f"{name}: context", context, 0), location)
+        by_width.setdefault(require_count(f"{name}: number of tokens", width, 1), []).append(knot)
+    ascending = {width: sorted(row, key=itemgetter(0)) for width, row in by_width.items()}
+    return _checked_table(name, operation, ascending)
 
 
 def equally_likely(values: ArrayLike, num: int) -> FloatArray:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count, require_entries, require_number
 from sim.replay import Replay
+from sim.streams import seed_sequence
 
 LUCK_ENTRIES = 1 << 18  # (variant, prompt, position) entries in an outcome table: some MB for each drafting
 MOST_VARIANTS = 512  # of a prompt
@@ -59,8 +60,7 @@ class Poisson:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.rate_per_s) and self.rate_per_s > 0):
-            raise BadInput("rate_per_s", "must be a finite number > 0", self.rate_per_s)
+        object.__setattr__(self, "rate_per_s", require_number("rate_per_s", self.rate_per_s, 0, above=True))
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class ClosedLoop:
     shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", tuple(Shape(*shape) for shape in self.shapes))
-        _require_count("load.concurrency", self.concurrency)
-        _require_count("load.num_requests", self.num_requests)
-        if self.max_batch_size is not None:
-            _require_count("load.max_batch_size", self.max_batch_size)
+        shapes = [_line("load.shapes", shape, 2) for shape in require_entries("load.shapes", self.shapes)]
+        object.__setattr__(self, "shapes", tuple(_checked_shape("load.shapes", *shape) for shape in shapes))
+        for name in ("concurrency", "num_requests", "max_batch_size"):
+            if name != "max_batch_size" or self.max_batch_size is not None:
+                object.__setattr__(self, name, require_count(f"load.{name}", getattr(self, name), 1))
 
     @property
     def name(self) -> str:
@@ -121,21 +121,19 @@ class OpenLoop:
     num_requests: int | None = None
 
     def __post_init__(self) -> None:
-        _require_count("load.max_batch_size", self.max_batch_size)
-        if self.num_requests is not None:
-            _require_count("load.num_requests", self.num_requests)
+        for name in ("max_batch_size", "num_requests"):
+            if name != "num_requests" or self.num_requests is not None:
+                object.__setattr__(self, name, require_count(f"load.{name}", getattr(self, name), 1))
         if isinstance(self.arrivals, Poisson):
             if self.num_requests is None:
                 raise BadInput("load.num_requests", "must be given for Poisson arrivals")
             return
-        trace = tuple(TracedArrival(*line) for line in self.arrivals)
+        trace = tuple(_traced(line) for line in require_entries("load.arrivals", self.arrivals))
         if not trace or len(trace) < (self.num_requests or 0):
             raise BadInput("load.arrivals", f"must hold at least {self.num_requests or 1} arrivals", len(trace))
         object.__setattr__(self, "arrivals", trace[: self.num_requests])
         object.__setattr__(self, "num_requests", len(self._trace))
         times = [line.arrival_s for line in self._trace]
-        if not all(math.isfinite(time) and time >= 0 for time in times):
-            raise BadInput("load.arrivals", "must have finite times >= 0")
         if any(after < before for before, after in pairwise(times)):
             raise BadInput("load.arrivals", "must be in order of time")
 
@@ -226,9 +224,24 @@ def _sha256(lines: list[tuple[float | int | None, ...]]) -> str:
 
 
 def _stream(seed: int, number: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+    return np.random.default_rng(seed_sequence(seed, (number,)))
 
 
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadInput(name, "must be an integer >= 1", value)
+def _traced(line: object) -> TracedArrival:
+    arrival_s, *shape = _line("load.arrivals", line, 3) or (None,)
+    arrival_s = require_number("load.arrivals: arrival_s", arrival_s, 0)
+    return TracedArrival(arrival_s, *_checked_shape("load.arrivals", *shape))
+
+
+def _checked_shape(name: str, prompt: object = None, output_tokens: object = None) -> Shape:
+    return Shape(
+        None if prompt is None else require_count(f"{name}: prompt", prompt, 0),
+        None if output_tokens is None else require_count(f"{name}: output_tokens", output_tokens, 1),
+    )
+
+
+def _line(name: str, line: object, most: int) -> tuple[Any, ...]:
+    entries = require_entries(name, line)
+    if len(entries) > most:
+        raise BadInput(name, f"must have lines of at most {most} entries", list(entries))
+    return entries

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sim.errors import BadInput
 from sim.latency import sum_of_independent
-from sim.policy import LateBuild, Policy, Proposer, SpeculativeSpeculative
+from sim.policy import LateBuild, Policy, SpeculativeSpeculative
 from sim.system import System, host_term
 from sim.trace import Lane, Operation, Source
 
@@ -197,11 +197,11 @@ class RoundTimes:
     The message of an outcome and the delay by a late build stand between two rounds; they count with the first of them.
     """
 
-    def __init__(self, policy: Policy, source: Source, delays: BuildDelays, *, sampled: bool) -> None:
+    def __init__(self, policy: Policy, source: Source, delays: BuildDelays, temperature: float) -> None:
         self.policy, self.source, self.delays = policy, source, delays
         self.system = delays.system
         self.has_draft = policy.speculation_length > 0
-        self.sampled = sampled and policy.drafting(source).proposer is Proposer.DRAFT_MODEL
+        self.sampled = policy.drafting(source).is_sampled(temperature)
 
     def at(self, num_drafted: int, num_branches: Sequence[int], contexts: IntArray) -> RoundSeconds:
         """Rounds of `num_drafted` draft tokens, by the number of branches that are built beside them."""
@@ -217,9 +217,7 @@ class RoundTimes:
     def _waiting_s(self, num_drafted: int, contexts: IntArray) -> FloatArray:
         """Host time and the draft steps that the target waits for."""
         host_s = np.full(len(contexts), self.system.host_s[host_term(self.policy, self.source)])
-        if isinstance(self.policy, SpeculativeSpeculative) and (
-            self.source is Source.HIT or not self.policy.drafts_in_the_open
-        ):
+        if not self.policy.waits_for_draft(self.source):
             return host_s
         return host_s + draft_s(self.system, num_drafted, contexts)
 

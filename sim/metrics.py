@@ -1,13 +1,14 @@
 """Figures of merit: pure functions of traces.
 
 Every function takes the traces of the repeats of one policy on the same prompts. Rates are ratios of totals; intervals
-are 95 % percentile bootstraps over prompts, because prompts differ far more than rounds of one prompt do. Decode rates
-leave the prefill, and the token that it emits, out.
+are 95 % percentile bootstraps over prompts, because prompts differ far more than rounds of one prompt do. Prompts that
+were decoded together share their time and their fate: they are one batch, and batches are drawn as a whole. Decode
+rates leave the prefill, and the token that it emits, out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -17,7 +18,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.trace import Lane, Operation, Round, Source, Trace
+from sim.errors import BadInput
+from sim.trace import Lane, Operation, Round, Sequence, Source, Trace
 
 FloatArray = NDArray[np.float64]
 NUM_BOOTSTRAP = 2000
@@ -28,7 +30,8 @@ LOOKUPS = {*HITS, Source.MISS}
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval; `n` is the number of prompts behind it. With n = 1 the interval is infinite."""
+    """A value with its 95 % interval; `n` is the number of prompts, or batches of prompts, behind it. With n = 1 the
+    interval is infinite."""
 
     value: float
     low: float
@@ -43,28 +46,28 @@ class Estimate:
         return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
-def bootstrap(statistic: Callable[[FloatArray], FloatArray], num_prompts: int) -> tuple[float, float]:
-    """95 % interval over prompts. `statistic` maps (num_bootstrap, n) weights, how often each prompt was drawn, to
-    (num_bootstrap,) values; the total of a figure is weights @ figure."""
-    if num_prompts < 2:
+def bootstrap(statistic: Callable[[FloatArray], FloatArray], n: int) -> tuple[float, float]:
+    """95 % interval over n batches (prompts, where each is decoded alone). `statistic` maps (num_bootstrap, n) weights,
+    how often each was drawn, to (num_bootstrap,) values; the total of a figure is weights @ figure."""
+    if n < 2:
         return -np.inf, np.inf
-    values = statistic(_weights(num_prompts))
+    values = statistic(_weights(n))
     defined = values[~np.isnan(values)]
     low, high = np.percentile(defined, [2.5, 97.5])
     return float(low), float(high)
 
 
 @lru_cache(maxsize=16)
-def _weights(num_prompts: int) -> FloatArray:
-    """The same draws for every figure of as many prompts."""
-    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, num_prompts, size=(NUM_BOOTSTRAP, num_prompts))
-    weights = np.zeros((NUM_BOOTSTRAP, num_prompts))
+def _weights(n: int) -> FloatArray:
+    """The same draws for every figure of as many batches."""
+    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, n, size=(NUM_BOOTSTRAP, n))
+    weights = np.zeros((NUM_BOOTSTRAP, n))
     np.add.at(weights, (np.arange(NUM_BOOTSTRAP)[:, None], picks), 1.0)
     return weights
 
 
 def ratio_of_totals(numerator: FloatArray, denominator: FloatArray) -> Estimate | None:
-    """Sum(numerator) / sum(denominator) over prompts; None if the denominator is zero."""
+    """Sum(numerator) / sum(denominator) over batches; None if the denominator is zero."""
     if denominator.sum() == 0:
         return None
 
@@ -77,7 +80,7 @@ def ratio_of_totals(numerator: FloatArray, denominator: FloatArray) -> Estimate 
 
 
 def ratio_of_rates(fast: tuple[FloatArray, FloatArray], slow: tuple[FloatArray, FloatArray]) -> Estimate:
-    """Ratio of two rates, each (amount, time) per prompt, with the same prompts drawn for both (paired bootstrap)."""
+    """Ratio of two rates, each (amount, time) per batch, with the same batches drawn for both (paired bootstrap)."""
 
     def statistic(weights: FloatArray) -> FloatArray:
         rates = [(weights @ amount) / (weights @ time) for amount, time in (fast, slow)]
@@ -90,14 +93,40 @@ def ratio_of_rates(fast: tuple[FloatArray, FloatArray], slow: tuple[FloatArray, 
 # ----------------------------------------------------------------------------------------------- figures of the traces
 
 
-def _per_prompt(traces: Seq[Trace], amounts: Callable[[Trace], Mapping[int, float]]) -> FloatArray:
-    """(num_prompts,) totals over the repeats."""
-    indices = sorted({s.index for trace in traces for s in trace.sequences})
-    place = {index: i for i, index in enumerate(indices)}
-    total = np.zeros(len(indices))
+def joined(indices: Iterable[int], groups: Iterable[Collection[int]]) -> dict[int, int]:
+    """Number of the batch of each index: indices that share a group, directly or through others, are in one batch;
+    batches are numbered by their smallest index."""
+    parent = {index: index for index in indices}
+
+    def smallest(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = index = parent[parent[index]]
+        return index
+
+    for group in groups:
+        roots = {smallest(index) for index in group}
+        parent.update(dict.fromkeys(roots, min(roots)))
+    number = {root: i for i, root in enumerate(sorted(index for index in parent if parent[index] == index))}
+    return {index: number[smallest(index)] for index in parent}
+
+
+def _batches(traces: Iterable[Trace]) -> dict[int, int]:
+    """Number of the batch of each sequence: those that were verified together in some trace are in one. A sequence
+    without a round is alone."""
+    traces = list(traces)
+    together = ({r.sequence for r in rounds} for trace in traces for rounds in trace.verified_together())
+    return joined((s.index for trace in traces for s in trace.sequences), together)
+
+
+def _by_batch(
+    traces: Seq[Trace], amounts: Callable[[Trace], Mapping[int, float]], batch_of: Mapping[int, int] | None = None
+) -> FloatArray:
+    """(num_batches,) totals over the repeats of amounts by sequence."""
+    batch_of = _batches(traces) if batch_of is None else batch_of
+    total = np.zeros(len(set(batch_of.values())))
     for trace in traces:
         for index, amount in amounts(trace).items():
-            total[place[index]] += amount
+            total[batch_of[index]] += amount
     return total
 
 
@@ -108,35 +137,73 @@ def _over_rounds(traces: Seq[Trace], amount: Callable[[Round], float]) -> FloatA
             totals[r.sequence] = totals.get(r.sequence, 0.0) + amount(r)
         return totals
 
-    return _per_prompt(traces, amounts)
+    return _by_batch(traces, amounts)
 
 
-def decoded_tokens(traces: Seq[Trace]) -> FloatArray:
-    """(num_prompts,) tokens that rounds emitted."""
-    return _per_prompt(traces, lambda trace: {s.index: s.num_decoded for s in trace.sequences})
+def _decoded(trace: Trace) -> dict[int, float]:
+    """Tokens that rounds emitted, by sequence."""
+    return {s.index: s.num_decoded for s in trace.sequences}
 
 
-def decode_seconds(traces: Seq[Trace]) -> FloatArray:
-    """(num_prompts,) time from the end of the prefill to the last token."""
-    return _per_prompt(traces, lambda trace: {s.index: s.decode_s for s in trace.sequences})
+def _seconds_of_batches(trace: Trace, start_s: Callable[[Sequence], float]) -> dict[int, float]:
+    """From the first start of the rows of a batch to the last end, by one of its sequences: a target decodes at least
+    one of them all the while."""
+    batch_of = _batches([trace])
+    batches: dict[int, list[Sequence]] = {}
+    for s in trace.sequences:
+        batches.setdefault(batch_of[s.index], []).append(s)
+    return {rows[0].index: max(s.end_s for s in rows) - min(map(start_s, rows)) for rows in batches.values()}
+
+
+def _decoding_s(trace: Trace) -> dict[int, float]:
+    return _seconds_of_batches(trace, attrgetter("decode_start_s"))
+
+
+def _rate(tokens: FloatArray, seconds: FloatArray) -> Estimate:
+    """0 where nothing took any time."""
+    return ratio_of_totals(tokens, seconds) or Estimate(0.0, 0.0, 0.0, len(tokens))
+
+
+def decode_totals(*policies: Seq[Trace]) -> list[tuple[FloatArray, FloatArray]]:
+    """For the repeats of each policy, (num_batches,) tokens that rounds emitted and seconds in which at least one row
+    of the batch was decoded.
+
+    The batches are the same for all policies: prompts that one of them decodes together are one. Raises `BadInput` if
+    the policies decoded different prompts.
+    """
+    prompts = [{s.index for trace in traces for s in trace.sequences} for traces in policies]
+    if any(indices != prompts[0] for indices in prompts):
+        raise BadInput("traces", "must be of the same prompts for every policy", [len(indices) for indices in prompts])
+    batch_of = _batches(trace for traces in policies for trace in traces)
+    return [(_by_batch(t, _decoded, batch_of), _by_batch(t, _decoding_s, batch_of)) for t in policies]
 
 
 def tokens_per_s(traces: Seq[Trace]) -> Estimate:
-    """Decode throughput of one sequence: tokens that rounds emitted over decode time, totals over totals."""
-    estimate = ratio_of_totals(decoded_tokens(traces), decode_seconds(traces))
-    return estimate or Estimate(0.0, 0.0, 0.0, len(traces[0].sequences))
+    """Decode throughput of a target: tokens that rounds emitted over the time in which it decoded at least one row, as
+    `sim.simulate.predict` has it.
+
+    Of prompts decoded one at a time it is the rate of a sequence. The times of several targets add up.
+    """
+    return _rate(*decode_totals(traces)[0])
+
+
+def tokens_per_s_of_a_sequence(traces: Seq[Trace]) -> Estimate:
+    """Decode rate of one sequence, whatever is decoded beside it: tokens that rounds emitted over the time from the end
+    of the prefill to the last token, totals over totals."""
+    seconds = _by_batch(traces, lambda trace: {s.index: s.decode_s for s in trace.sequences})
+    return _rate(_by_batch(traces, _decoded), seconds)
 
 
 def end_to_end_tokens_per_s(traces: Seq[Trace]) -> Estimate:
-    """All generated tokens over the time from the start of the prefill to the last token."""
-    tokens = _per_prompt(traces, lambda trace: {s.index: len(s.tokens) for s in trace.sequences})
-    seconds = _per_prompt(traces, lambda trace: {s.index: s.end_s - s.prefill_start_s for s in trace.sequences})
-    return ratio_of_totals(tokens, seconds) or Estimate(0.0, 0.0, 0.0, len(traces[0].sequences))
+    """All generated tokens over the time from the start of the prefill to the last token, of a batch from the first
+    prefill."""
+    tokens = _by_batch(traces, lambda trace: {s.index: len(s.tokens) for s in trace.sequences})
+    return _rate(tokens, _by_batch(traces, lambda trace: _seconds_of_batches(trace, attrgetter("prefill_start_s"))))
 
 
 def speedup(fast: Seq[Trace], slow: Seq[Trace]) -> Estimate:
     """Tokens/s of `fast` over tokens/s of `slow`, which decoded the same prompts."""
-    return ratio_of_rates((decoded_tokens(fast), decode_seconds(fast)), (decoded_tokens(slow), decode_seconds(slow)))
+    return ratio_of_rates(*decode_totals(fast, slow))
 
 
 def mean_acceptance_length(traces: Seq[Trace]) -> Estimate | None:
@@ -205,13 +272,16 @@ def _hit_rate_after(traces: Seq[Trace], sources: set[Source]) -> Estimate | None
         return totals
 
     return ratio_of_totals(
-        _per_prompt(traces, lambda trace: lookups(trace, HITS)),
-        _per_prompt(traces, lambda trace: lookups(trace, LOOKUPS)),
+        _by_batch(traces, lambda trace: lookups(trace, HITS)),
+        _by_batch(traces, lambda trace: lookups(trace, LOOKUPS)),
     )
 
 
 def overlap(traces: Seq[Trace]) -> Estimate | None:
-    """Fraction of the build time (glue and tree steps) during which the target was verifying."""
+    """Fraction of the build time (glue and tree steps, of every draft device) during which the target was verifying.
+
+    A build and the verification beside it are one each for all rows of a batch, under the round of its first row.
+    """
 
     def build_and_hidden(trace: Trace) -> tuple[dict[int, float], dict[int, float]]:
         verify = {(s.sequence, s.round): s for s in trace.spans if s.operation is Operation.VERIFY}
@@ -226,6 +296,6 @@ def overlap(traces: Seq[Trace]) -> Estimate | None:
         return built, hidden
 
     return ratio_of_totals(
-        _per_prompt(traces, lambda trace: build_and_hidden(trace)[1]),
-        _per_prompt(traces, lambda trace: build_and_hidden(trace)[0]),
+        _by_batch(traces, lambda trace: build_and_hidden(trace)[1]),
+        _by_batch(traces, lambda trace: build_and_hidden(trace)[0]),
     )

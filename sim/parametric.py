@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.agreement import Agreement
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count, require_entries, require_mapping, require_number
 from sim.policy import Drafting, Proposer
 from sim.theory import miss_rate
 from sim.trace import Source
@@ -29,13 +29,18 @@ class HitCurve:
     exponent: float
 
     def __post_init__(self) -> None:
-        if not self.prefactor >= 0:
-            raise BadInput("hit curve: prefactor", "must be >= 0", self.prefactor)
-        if not self.exponent >= 0:
-            raise BadInput("hit curve: exponent", "must be >= 0", self.exponent)
+        for name in ("prefactor", "exponent"):
+            object.__setattr__(self, name, require_number(f"hit curve: {name}", getattr(self, name), 0))
 
     def hit_rate(self, fan_out: int) -> float:
         return 1.0 - miss_rate(fan_out, self.exponent, self.prefactor)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str = "hit curve") -> HitCurve:
+        """Inverse of `dataclasses.asdict`. Raises `BadInput` with `name` before the key."""
+        known = [entry.name for entry in fields(cls)]
+        values = require_mapping(name, data, known, known)
+        return cls(**{key: require_number(f"{name}.{key}", value, 0) for key, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,21 @@ class ParametricAgreement(Agreement):
     num_texts: int = 1  # texts beyond the first give a batch its rows
 
     def __post_init__(self) -> None:
-        for name in ("acceptance", "after_hit", "after_miss"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            if not getattr(self, name):
-                raise BadInput(name, "must have at least one entry")
-        for index, value in enumerate(self.acceptance):
-            if not 0 <= value <= 1:
-                raise BadInput(f"acceptance[{index}]", "must be a probability", value)
         for name in ("prompt_tokens", "new_tokens", "num_texts"):
-            if getattr(self, name) < 1:
-                raise BadInput(name, "must be >= 1", getattr(self, name))
+            object.__setattr__(self, name, require_count(name, getattr(self, name), 1))
+        temperature = require_number("sampling_temperature", self.sampling_temperature, 0)
+        object.__setattr__(self, "sampling_temperature", temperature)
+        for name in ("acceptance", "after_hit", "after_miss"):
+            entries = require_entries(name, getattr(self, name))
+            if not entries:
+                raise BadInput(name, "must have at least one entry")
+            object.__setattr__(self, name, entries)
+        probabilities = [require_number(f"acceptance[{j}]", p, 0, 1) for j, p in enumerate(self.acceptance)]
+        object.__setattr__(self, "acceptance", tuple(probabilities))
+        for name in ("after_hit", "after_miss"):
+            for index, curve in enumerate(getattr(self, name)):
+                if not isinstance(curve, HitCurve):
+                    raise BadInput(f"{name}[{index}]", "must be a hit curve", curve)
 
     @property
     def identity(self) -> dict[str, Any]:  # type: ignore[override]
@@ -120,9 +130,17 @@ class ParametricAgreement(Agreement):
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ParametricAgreement:
-        """Inverse of `to_dict`."""
-        curves = {name: tuple(HitCurve(**curve) for curve in data[name]) for name in ("after_hit", "after_miss")}
+    def from_dict(cls, data: Mapping[str, Any]) -> ParametricAgreement:
+        """Inverse of `to_dict`. Raises `BadInput` naming the key."""
+        required = [entry.name for entry in fields(cls) if entry.default is MISSING]
+        require_mapping("parametric", data, [entry.name for entry in fields(cls)], required)
+        curves = {
+            name: tuple(
+                HitCurve.from_dict(curve, f"{name}[{index}]")
+                for index, curve in enumerate(require_entries(name, data[name]))
+            )
+            for name in ("after_hit", "after_miss")
+        }
         return cls(**{**data, **curves})
 
 
@@ -133,8 +151,8 @@ def conditional_from_cumulative(cumulative: Sequence[float]) -> tuple[float, ...
     """
     conditional = []
     before = 1.0
-    for index, value in enumerate(cumulative):
-        if not 0 <= value <= before:
+    for index, value in enumerate(require_entries("cumulative", cumulative)):
+        if not 0 <= require_number(f"cumulative[{index}]", value) <= before:
             rule = f"cumulative acceptance must not rise and lie in [0, 1]; the entry before is {before:g}"
             raise BadInput(f"cumulative[{index}]", rule, value)
         conditional.append(value / before if before > 0 else 0.0)

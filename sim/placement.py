@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count, require_mapping, require_number
 
 TOKEN_BYTES = 4  # a token id, an accepted count
 
@@ -27,7 +27,8 @@ class Placement:
 
     `num_targets` targets share the draft devices and queue for them. A message of n bytes takes `transfer_latency_s` +
     n / `transfer_bytes_per_s`. `distribution_bytes` is the size of one draft distribution, V times the bytes of a
-    probability; distributions travel where the temperature is above 0.
+    probability; distributions travel where the temperature is above 0. Raises `BadInput` naming the field that is of
+    another type or outside its range.
     """
 
     num_draft_devices: int = 1
@@ -41,16 +42,13 @@ class Placement:
         if self.split not in list(Split):
             raise BadInput("placement.split", f"must be one of {', '.join(Split)}", self.split)
         object.__setattr__(self, "split", Split(self.split))
-        for name in ("num_draft_devices", "num_targets"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadInput(f"placement.{name}", "must be an integer >= 1", value)
-        if not (math.isfinite(self.transfer_latency_s) and self.transfer_latency_s >= 0):
-            raise BadInput("placement.transfer_latency_s", "must be finite and >= 0", self.transfer_latency_s)
-        if not self.transfer_bytes_per_s > 0:
-            raise BadInput("placement.transfer_bytes_per_s", "must be > 0", self.transfer_bytes_per_s)
-        if self.distribution_bytes < 0:
-            raise BadInput("placement.distribution_bytes", "must be >= 0", self.distribution_bytes)
+        for name, minimum in (("num_draft_devices", 1), ("num_targets", 1), ("distribution_bytes", 0)):
+            object.__setattr__(self, name, require_count(f"placement.{name}", getattr(self, name), minimum))
+        latency_s = require_number("placement.transfer_latency_s", self.transfer_latency_s, 0)
+        bytes_per_s = self.transfer_bytes_per_s
+        bytes_per_s = require_number("placement.transfer_bytes_per_s", bytes_per_s, 0, math.inf, above=True)
+        object.__setattr__(self, "transfer_latency_s", latency_s)
+        object.__setattr__(self, "transfer_bytes_per_s", bytes_per_s)
 
     def message_s(self, num_bytes: float) -> float:
         """Time of one message between target and draft."""
@@ -94,9 +92,11 @@ class Placement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Placement:
-        """Inverse of `to_dict`."""
-        known: dict[str, Any] = {k: (math.inf if v is None else v) for k, v in data.items()}
-        return cls(**known)
+        """Inverse of `to_dict`. Raises `BadInput` naming an unknown key."""
+        given = dict(require_mapping("placement", data, [entry.name for entry in fields(cls)]))
+        if given.get("transfer_bytes_per_s", 0) is None:
+            given["transfer_bytes_per_s"] = math.inf
+        return cls(**given)
 
 
 def _even_shares(num: int, num_devices: int) -> list[int]:

@@ -5,14 +5,18 @@ A policy is a frozen value. The simulator and the executor run the same policies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sim.errors import BadInput
+import numpy as np
+
+from sim.errors import BadInput, require_count, require_entries, require_mapping, require_number
+from sim.theory import geometric_fan_out_shape
 from sim.trace import Source
 
+NEGLIGIBLE = 1e-12  # of a probability: what differs by less is equal
 SCHEMA_KINDS = ("ar", "sd", "ssd")  # of single policies; a table of them has kind "table"
 
 
@@ -61,10 +65,16 @@ class Drafting:
         fan_out = self.fan_out[draft_index] if draft_index < len(self.fan_out) else 0
         return fan_out + 1 if fan_out and self.downweight != 1 else 0
 
+    def num_branches(self, num_drafted: int) -> int:
+        """Branches of the build beside a round that verifies so many draft tokens."""
+        return sum(self.fan_out[: num_drafted + 1])
 
-def _require_count(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise BadInput(name, f"must be an integer >= {minimum}", value)
+    def is_sampled(self, temperature: float) -> bool:
+        """Whether the verifier needs the distribution that each draft token was drawn from, which travels with it.
+
+        At temperature 0 nothing is drawn; tokens of an n-gram or a filler have a law that needs no telling.
+        """
+        return temperature > 0 and self.proposer is Proposer.DRAFT_MODEL
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,9 @@ class Autoregressive:
     def drafting(self, source: Source) -> Drafting:
         return Drafting(Proposer.DRAFT_MODEL, 0, (), source)
 
+    def waits_for_draft(self, source: Source) -> bool:
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "ar"}
 
@@ -99,7 +112,7 @@ class Speculative:
     speculation_length: int
 
     def __post_init__(self) -> None:
-        _require_count("speculation_length", self.speculation_length, 0)
+        object.__setattr__(self, "speculation_length", require_count("speculation_length", self.speculation_length, 0))
 
     @property
     def name(self) -> str:
@@ -113,6 +126,9 @@ class Speculative:
 
     def drafting(self, source: Source) -> Drafting:
         return Drafting(Proposer.DRAFT_MODEL, self.speculation_length, (), source)
+
+    def waits_for_draft(self, source: Source) -> bool:
+        return self.speculation_length > 0
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "sd", "speculation_length": self.speculation_length}
@@ -139,11 +155,8 @@ class SpeculativeSpeculative:
     on_late_build: LateBuild = LateBuild.WAIT
 
     def __post_init__(self) -> None:
-        _require_count("speculation_length", self.speculation_length, 1)
-        if isinstance(self.downweight, bool) or not isinstance(self.downweight, (int, float)):
-            raise BadInput("downweight", "must be a number", self.downweight)
-        if not 0 < self.downweight <= 1:
-            raise BadInput("downweight", "must be above 0 and at most 1", self.downweight)
+        object.__setattr__(self, "speculation_length", require_count("speculation_length", self.speculation_length, 1))
+        object.__setattr__(self, "downweight", require_number("downweight", self.downweight, 0, 1, above=True))
         for name, kinds in (("fallback", Fallback), ("on_late_build", LateBuild)):
             if getattr(self, name) not in list(kinds):
                 raise BadInput(name, f"must be one of {', '.join(kinds)}", getattr(self, name))
@@ -152,12 +165,10 @@ class SpeculativeSpeculative:
             ("fan_out_after_hit", self.speculation_length + 1),
             ("fan_out_after_miss", self.num_drafted_after_miss + 1),
         ):
-            fan_out = tuple(getattr(self, name))
+            fan_out = tuple(require_count(name, value, 0) for value in require_entries(name, getattr(self, name)))
             object.__setattr__(self, name, fan_out)
             if len(fan_out) != entries:
                 raise BadInput(name, f"must have {entries} entries, one per accept count", list(fan_out))
-            for value in fan_out:
-                _require_count(name, value, 0)
 
     @property
     def num_drafted_after_miss(self) -> int:
@@ -176,10 +187,10 @@ class SpeculativeSpeculative:
         fallbacks = {Fallback.NGRAM: Proposer.NGRAM, Fallback.FILLER: Proposer.FILLER}
         return Proposer.DRAFT_MODEL if source is Source.HIT else fallbacks.get(self.fallback, Proposer.DRAFT_MODEL)
 
-    @property
-    def drafts_in_the_open(self) -> bool:
-        """Whether the draft model works while the target waits, after a miss and in a first round."""
-        return self.fallback in (Fallback.DRAFT, Fallback.DRAFT_MISSING)
+    def waits_for_draft(self, source: Source) -> bool:
+        """Whether the target waits while the draft model drafts for a round of this source: without a speculation in
+        hand, unless a fallback supplies one that costs no time."""
+        return source is not Source.HIT and self.fallback in (Fallback.DRAFT, Fallback.DRAFT_MISSING)
 
     def drafting(self, source: Source) -> Drafting:
         """How a round whose speculation came from `source` drafts and prepares."""
@@ -215,16 +226,24 @@ class PolicyTable:
     """A policy for each range of batch sizes: entry (b, policy) holds from b rows on, up to the next entry.
 
     Theorem 17's switch is one such table: the draft as its own fallback below a critical batch size, a fallback that
-    costs nothing from there on.
+    costs nothing from there on. Several SSD policies of a table must have `downweight` 1: a speculation in hand when
+    the policy changes was drawn for the fan-out list and the C of the policy before.
     """
 
     entries: tuple[tuple[int, Policy], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", tuple((start, policy) for start, policy in self.entries))
+        entries = [_pair(index, entry) for index, entry in enumerate(require_entries("policy table", self.entries))]
+        for start, policy in entries:
+            if not isinstance(policy, Policy):
+                raise BadInput(f"policy table: from {start} rows", "must be a single policy", policy)
+        object.__setattr__(self, "entries", tuple(entries))
         starts = [start for start, _ in self.entries]
         if not starts or starts[0] != 1 or sorted(set(starts)) != starts:
             raise BadInput("policy table", "must start at batch size 1 and rise", starts)
+        downweights = [policy.downweight for _, policy in self.entries if isinstance(policy, SpeculativeSpeculative)]
+        if len(downweights) > 1 and any(downweight != 1 for downweight in downweights):
+            raise BadInput("policy table", "must have downweight 1 where it has several SSD entries", downweights)
 
     @property
     def name(self) -> str:
@@ -238,17 +257,28 @@ class PolicyTable:
         return {"kind": "table", "entries": [[start, policy.to_dict()] for start, policy in self.entries]}
 
 
-def policy_table_from_dict(data: dict[str, Any]) -> PolicyTable:
-    """Inverse of `PolicyTable.to_dict`."""
-    return PolicyTable(tuple((start, policy_from_dict(policy)) for start, policy in data["entries"]))
+def _pair(index: int, entry: object) -> tuple[int, Any]:
+    pair = require_entries(f"policy table: entry {index}", entry)
+    if len(pair) != 2:
+        raise BadInput(f"policy table: entry {index}", "must be a batch size and a policy", list(pair))
+    return require_count(f"policy table: batch size of entry {index}", pair[0], 1), pair[1]
 
 
-def policy_from_dict(data: dict[str, Any]) -> Policy:
+def policy_table_from_dict(data: Mapping[str, Any]) -> PolicyTable:
+    """Inverse of `PolicyTable.to_dict`. Raises `BadInput` on an unknown kind or key."""
+    fields = require_mapping("policy table", data, ("kind", "entries"), ("entries",))
+    if fields.get("kind", "table") != "table":
+        raise BadInput("policy.kind", "must be table", fields["kind"])
+    entries = [_pair(index, entry) for index, entry in enumerate(require_entries("policy table", fields["entries"]))]
+    return PolicyTable(tuple((start, policy_from_dict(policy)) for start, policy in entries))
+
+
+def policy_from_dict(data: Mapping[str, Any]) -> Policy:
     """Inverse of `to_dict` of a single policy. Raises `BadInput` on an unknown kind or key."""
-    fields = dict(data)
+    fields = dict(require_mapping("policy", data))
     kind = fields.pop("kind", None)
     classes = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
-    if kind not in classes:
+    if not isinstance(kind, str) or kind not in classes:
         raise BadInput("policy.kind", f"must be one of {', '.join(SCHEMA_KINDS)}", kind)
     try:
         return classes[kind](**fields)
@@ -267,8 +297,6 @@ def uniform_fan_out(num_drafted: int, budget: int) -> tuple[int, ...]:
 
 def geometric_fan_out(num_drafted: int, budget: int, acceptance: float, exponent: float) -> tuple[int, ...]:
     """Theorem 12's shape rounded to integers by largest remainders, so that the sum is exactly `budget`."""
-    from sim.theory import geometric_fan_out_shape
-
     shape = geometric_fan_out_shape(num_drafted, budget, acceptance, exponent)
     floors = [int(entry) for entry in shape]
     by_remainder = sorted(range(len(shape)), key=lambda k: (floors[k] - shape[k], k))
@@ -278,19 +306,20 @@ def geometric_fan_out(num_drafted: int, budget: int, acceptance: float, exponent
 
 
 def exact_fan_out(hit_mass: Sequence[Sequence[float]], budget: int) -> tuple[int, ...]:
-    """The integer fan-out of the largest hit probability for concave curves (greedy; Theorem 18 with measured curves).
+    """The integer fan-out of the largest hit probability within the budget (Theorem 18 with measured curves).
 
-    `hit_mass[k][f]` is the probability that k tokens are accepted and the bonus token is among the f prepared ones.
-    Each next branch goes to the k that gains most; branches that gain nothing are not spent: the sum may stay below
-    `budget`.
+    `hit_mass[k][f]` is the probability that k tokens are accepted and the bonus token is among the f prepared ones;
+    curves need not be concave. Branches that gain nothing are not spent: the sum may stay below `budget`.
     """
-    fan_out = [0] * len(hit_mass)
-    for _ in range(budget):
-        gains = [
-            curve[f + 1] - curve[f] if f + 1 < len(curve) else 0.0 for curve, f in zip(hit_mass, fan_out, strict=True)
-        ]
-        best = max(range(len(gains)), key=gains.__getitem__)
-        if gains[best] <= 0.0:
-            break
-        fan_out[best] += 1
-    return tuple(fan_out)
+    best = np.zeros(budget + 1)  # by the number of branches that the accept counts so far may have
+    chosen = []
+    for curve in hit_mass:
+        widths = np.arange(min(budget, len(curve) - 1) + 1)
+        left = np.arange(budget + 1)[:, None] - widths
+        totals = np.where(left >= 0, best[left] + np.asarray(curve)[widths], -np.inf)
+        best = totals.max(1)
+        chosen.append((totals > best[:, None] - NEGLIGIBLE).argmax(1))
+    fan_out: list[int] = []
+    for widths in reversed(chosen):
+        fan_out.append(int(widths[budget - sum(fan_out)]))
+    return tuple(reversed(fan_out))

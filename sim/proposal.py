@@ -45,7 +45,8 @@ def plain_proposal(top_p: FloatArray, top_q: FloatArray, overlap: FloatArray) ->
 
 def downweighted_mass(top_q: FloatArray, num_tokens: int, downweight: float) -> FloatArray:
     """(n,) Z, the sum of q once its `num_tokens` most likely tokens are multiplied by `downweight` (Definition 14)."""
-    return 1.0 - (1.0 - downweight) * top_q[:, :num_tokens].sum(1)
+    top, others = top_q[:, :num_tokens].sum(1), top_q[:, num_tokens:].sum(1)
+    return downweight * top + others + _beyond(top_q)
 
 
 def downweighted_proposal(

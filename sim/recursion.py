@@ -130,7 +130,7 @@ class _Side:
     def __init__(self, policy: Policy, source: Source, replay: Replay, delays: BuildDelays) -> None:
         self.replay, self.source = replay, source
         self.law = RoundLaw(replay, _law_of(policy.drafting(source)))
-        self.times = RoundTimes(policy, source, delays, sampled=replay.agreement.temperature > 0)
+        self.times = RoundTimes(policy, source, delays, replay.agreement.temperature)
         self.num_accept_counts = policy.num_drafted(source) + 1
         ended = [self.law.ended[k] * self.law.goes_on(k) for k in range(self.num_accept_counts)]
         self.goes_on = np.stack(ended).transpose(2, 0, 1).copy()
@@ -323,7 +323,8 @@ def outcome_hit_mass(
     """
     K = speculation_length
     longest = int(agreement.lengths.max(initial=0))
-    replay = Replay(agreement, Workload("curves", ((0,),), longest, temperature=agreement.temperature))
+    stop_ids = tuple(agreement.identity["stop_ids"])
+    replay = Replay(agreement, Workload("curves", ((0,),), longest, agreement.temperature, stop_ids))
     mass = np.zeros((K + 1, max_fan_out + 1))
     for f in range(max_fan_out + 1):
         law = RoundLaw(replay, _law_of(Drafting(proposer, K, (f,) * (K + 1), source, downweight)))

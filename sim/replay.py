@@ -19,19 +19,25 @@ SOURCES = (Source.HIT, Source.MISS)  # sources of SSD rounds that differ; a firs
 
 
 def check_workload(agreement: Agreement, workload: Workload) -> None:
-    """Raises `BadInput` unless the agreement speaks about the workload: same temperature, and at least as long."""
+    """Raises `BadInput` unless the agreement speaks about the workload: same temperature, same stop tokens, and at
+    least as long."""
     if workload.temperature != agreement.temperature:
         rule = f"must equal the temperature of the agreement record, {agreement.temperature}"
         raise BadInput("workload.temperature", rule, workload.temperature)
     if workload.max_new_tokens > agreement.max_new_tokens:
         rule = f"must be <= {agreement.max_new_tokens}, the length of the agreement record"
         raise BadInput("workload.max_new_tokens", rule, workload.max_new_tokens)
+    recorded = list(agreement.identity["stop_ids"])
+    if set(recorded) != set(workload.stop_ids):
+        rule = f"must be {recorded}, those that end the texts of the agreement record"
+        raise BadInput("workload.stop_ids", rule, list(workload.stop_ids))
 
 
 class Replay:
     """Tables are (num_prompts, width). `emitted` is the number of tokens before a round, the prefill's included.
 
     The pending token of a round is number `emitted` - 1: both models hold prompt + `emitted` - 1 KV entries before it.
+    Texts end where they were recorded to end, if not at the cap: other stop tokens are refused by `check_workload`.
     """
 
     def __init__(self, agreement: Agreement, workload: Workload) -> None:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count, require_number
 from sim.streams import replication_seeds
 
 RELATIVE_HALF_WIDTH = 0.02
@@ -20,6 +20,7 @@ CEILING = 4096
 GROWTH = 4  # runs are at most so many times more after each look at them
 MARGIN = 1.1  # more runs than the spread seen asks for, so that few further looks are needed
 
+FloatArray = NDArray[np.float64]
 RunSeeds = Callable[[Sequence[int]], tuple[ArrayLike, ArrayLike]]  # tokens and seconds of a run with each seed
 
 
@@ -62,10 +63,12 @@ def rate_of(tokens: ArrayLike, seconds: ArrayLike) -> Rate:
     """Ratio estimate of tokens/s with its half width by the delta method; (num_replications,) tokens and seconds.
 
     With R = sum(tokens) / sum(seconds), its variance is that of tokens - R seconds over n times the squared mean of
-    seconds, and Student's t has n - 1 degrees of freedom.
+    seconds, and Student's t has n - 1 degrees of freedom. Raises `BadInput` on what is no total: NaN, infinite, < 0.
     """
-    tokens, seconds = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
+    tokens, seconds = _totals("tokens", tokens), _totals("seconds", seconds)
     n = len(tokens)
+    if len(seconds) != n:
+        raise BadInput("seconds", f"must be as many as the tokens, {n}", len(seconds))
     if not seconds.sum() > 0:
         return Rate(0.0, 0.0 if n > 1 else math.inf, n)
     rate = float(tokens.sum() / seconds.sum())
@@ -73,6 +76,14 @@ def rate_of(tokens: ArrayLike, seconds: ArrayLike) -> Rate:
         return Rate(rate, math.inf, n)
     error = float(np.std(tokens - rate * seconds, ddof=1)) / math.sqrt(n) / float(seconds.mean())
     return Rate(rate, _student_quantile(n - 1) * error, n)
+
+
+def _totals(name: str, given: ArrayLike) -> FloatArray:
+    totals = np.asarray(given, dtype=float)
+    wrong = totals[~(np.isfinite(totals) & (totals >= 0))]
+    if wrong.size:
+        raise BadInput(f"{name} of a replication", "must be a finite number >= 0", float(wrong[0]))
+    return totals
 
 
 def until(
@@ -89,11 +100,8 @@ def until(
     At least `minimum` replications are made (fewer only under a lower ceiling), however sure they seem. The seeds are
     the first n of the row in order, whatever the portions in which they are run.
     """
-    if not relative_half_width > 0:
-        raise BadInput("relative_half_width", "must be > 0", relative_half_width)
-    for name, value in (("minimum", minimum), ("ceiling", ceiling)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInput(name, "must be an integer >= 1", value)
+    require_number("relative_half_width", relative_half_width, 0, above=True)
+    minimum, ceiling = require_count("minimum", minimum, 1), require_count("ceiling", ceiling, 1)
     tokens, seconds = np.zeros(0), np.zeros(0)
     wanted = min(minimum, ceiling)
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,18 +18,6 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 LARGEST_DOUBT = 0.01  # of a mean hit probability; beyond it a record says too little about a policy
-
-
-@dataclass(frozen=True)
-class SampledRounds:
-    """What a round does wherever it may start; arrays are (..., num_prompts, width) over the tokens emitted before it.
-
-    `num_accepted` is at most the tokens that the text has left; where it equals them, a stop token is among the
-    accepted ones and the sequence ends there. `is_prepared` is false where the sequence does not go on.
-    """
-
-    num_accepted: IntArray
-    is_prepared: BoolArray
 
 
 class RoundLaw:
@@ -125,22 +114,10 @@ class RoundLaw:
         rule = f"must be known to within {LARGEST_DOUBT}; {num} candidates were recorded, which leave +-{doubt:.2g}"
         return BadInput(name, f"{rule}: record more candidates")
 
-    def sample(self, accept_uniforms: FloatArray, hit_uniforms: FloatArray) -> SampledRounds:
-        """The rounds that one number per (prompt, position) for acceptance and another for hits decide.
-
-        Both are (..., num_prompts, positions), positions at least the width.
-        """
-        shape = np.broadcast_shapes(accept_uniforms.shape[:-1] + self.starts.shape, self.left.shape)
-        num_tested = np.minimum(self.num_drafted, self.left)
-        num_accepted = np.zeros(shape, dtype=np.int64)
-        is_open = np.ones(shape, dtype=bool)
-        for j in range(self.drafting.num_drafted):
-            is_open &= (self._at(accept_uniforms, j) < self.accepted[j]) & (j < num_tested)
-            num_accepted += is_open
-        position = np.minimum(self.starts + num_accepted, hit_uniforms.shape[-1] - 1)
-        drawn = np.take_along_axis(hit_uniforms, position, -1)
-        prompt = np.arange(len(self.left))[:, None]
-        return SampledRounds(num_accepted, drawn < self.hits[num_accepted, prompt, self.starts])
+    @cached_property
+    def sampler(self) -> RoundSampler:
+        """Raises `BadInput` where the law has too much `doubt`."""
+        return RoundSampler(self)
 
     def _at(self, by_position: NDArray, offset: int) -> NDArray:
         """A (..., positions) table read `offset` tokens after each start; 0 beyond it."""
@@ -148,3 +125,65 @@ class RoundLaw:
         read = by_position[..., offset : offset + width]
         missing = width - read.shape[-1]
         return np.pad(read, [(0, 0)] * (read.ndim - 1) + [(0, missing)]) if missing else read
+
+
+@dataclass(frozen=True)
+class SampledRounds:
+    """What a round does wherever it may start; arrays are (..., num_prompts, width) over the tokens emitted before it.
+
+    `num_accepted` is at most the tokens that the text has left; where it equals them, a stop token is among the
+    accepted ones and the sequence ends there. `is_prepared` is false where the sequence does not go on.
+    """
+
+    num_accepted: NDArray[np.integer]
+    is_prepared: BoolArray
+
+
+class RoundSampler:
+    """Rounds of a law that one number per (prompt, position) for acceptance and another for hits decide.
+
+    Numbers are (..., num_prompts, positions), positions at least the width. That of a token decides its fate wherever
+    the round began, so that policies under the same numbers meet the same luck. One number at its place says whether a
+    round goes past draft token j: the accepted count and the look-up are found from the last draft token backwards,
+    without gathers.
+    """
+
+    def __init__(self, law: RoundLaw) -> None:
+        self.shape = law.left.shape
+        self.count_type = np.min_scalar_type(law.drafting.num_drafted + 1)
+        num_tested = np.minimum(law.num_drafted, law.left)
+        self.accepted = [np.where(j < num_tested, table, 0.0) for j, table in enumerate(law.accepted)]
+        self.hits = law.hits if law.drafting.fan_out else None
+
+    def sample(self, accept_uniforms: FloatArray, hit_uniforms: FloatArray) -> SampledRounds:
+        """The rounds that the numbers decide."""
+        return self.rounds(self.passes(accept_uniforms), hit_uniforms)
+
+    def passes(self, accept_uniforms: FloatArray) -> list[BoolArray]:
+        """For every draft token, (..., num_prompts, width) whether a round that tests it goes past it."""
+        return [_below(accept_uniforms, j, accepted) for j, accepted in enumerate(self.accepted)]
+
+    def rounds(self, passes: Sequence[BoolArray], hit_uniforms: FloatArray) -> SampledRounds:
+        """The rounds that pass so."""
+        num_accepted = np.zeros((*hit_uniforms.shape[:-2], *self.shape), dtype=self.count_type)
+        for passed in reversed(passes):
+            num_accepted += self.count_type.type(1)
+            num_accepted *= passed
+        return SampledRounds(num_accepted, self._prepared(passes, hit_uniforms))
+
+    def _prepared(self, passes: Sequence[BoolArray], hit_uniforms: FloatArray) -> BoolArray:
+        if self.hits is None:
+            return np.broadcast_to(np.False_, (*hit_uniforms.shape[:-2], *self.shape))
+        is_prepared = _below(hit_uniforms, len(passes), self.hits[-1])
+        for j, passed in reversed(list(enumerate(passes))):
+            is_prepared &= passed
+            is_prepared |= _below(hit_uniforms, j, self.hits[j]) > passed
+        return is_prepared
+
+
+def _below(uniforms: FloatArray, offset: int, table: FloatArray) -> BoolArray:
+    """Whether the number `offset` tokens after each start is below the table's entry of the start."""
+    below = np.zeros((*uniforms.shape[:-2], *table.shape), dtype=bool)
+    num = max(0, min(table.shape[-1], uniforms.shape[-1] - offset))
+    np.less(uniforms[..., offset : offset + num], table[:, :num], out=below[..., :num])
+    return below

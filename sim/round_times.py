@@ -63,6 +63,8 @@ class Places:
     def __init__(self, policy: Policy, laws: Sequence[RoundLaw]) -> None:
         replay = laws[0].replay
         self.is_ssd = isinstance(policy, SpeculativeSpeculative)
+        self.draftings = [law.drafting for law in laws]
+        self.sources = [drafting.source for drafting in self.draftings]
         shape = (replay.num_prompts, replay.longest, len(SIDES))
         # After a hit or a full acceptance so many tokens are there at least, the prefill's included.
         fewest = np.array([1, 2 if self.is_ssd else 3])
@@ -77,8 +79,8 @@ class Places:
 
 def _num_branches(law: RoundLaw) -> IntArray:
     """(num_prompts, width) branches of the build beside a round: none if the round must be the last."""
-    budgets = np.cumsum([*law.drafting.fan_out, *([0] * (law.drafting.num_drafted + 1 - len(law.drafting.fan_out)))])
-    return np.where(law.starts + 1 < law.replay.cap, budgets[law.num_drafted], 0)
+    branches = np.array([law.drafting.num_branches(n) for n in range(law.drafting.num_drafted + 1)])
+    return np.where(law.starts + 1 < law.replay.cap, branches[law.num_drafted], 0)
 
 
 def _total(round_s: FloatArray) -> FloatArray:
@@ -99,8 +101,9 @@ class SoloTimes:
     locations times a sum of independent residuals.
     """
 
-    def __init__(self, policy: Policy, places: Places, system: System, *, sampled: bool) -> None:
-        self.policy, self.places, self.system, self.sampled = policy, places, system, sampled
+    def __init__(self, policy: Policy, places: Places, system: System, temperature: float) -> None:
+        self.policy, self.places, self.system = policy, places, system
+        self.sampled = [drafting.is_sampled(temperature) for drafting in places.draftings]
         self.outcome_s = system.placement.outcome_s() if policy.speculation_length else 0.0
         num_places = len(places.side)
         self.host_s, self.around_s = np.zeros(num_places), np.zeros(num_places)
@@ -126,14 +129,14 @@ class SoloTimes:
         is_kind = (places.side == side) & (places.num_drafted == num_drafted) & (places.num_branches == num_branches)
         at = np.flatnonzero(is_kind & places.is_reachable)
         contexts = places.context[at]
-        self.host_s[at] = system.host_s[host_term(self.policy, SIDES[side])]
+        self.host_s[at] = system.host_s[host_term(self.policy, places.sources[side])]
         self.around_s[at] = self._message_s(side, num_drafted) + self.outcome_s
         verify = system.latency[Lane.TARGET, Operation.VERIFY]
         slowdown = system.slowdown(Lane.TARGET, beside=num_branches > 0)
         self.verify.put(at, verify, [(num_drafted + 1, contexts)], slowdown)
         if num_branches:
             self._fill_builds(at, num_drafted, num_branches, contexts)
-        if num_drafted and _drafts_in_the_open(self.policy, side):
+        if num_drafted and self.policy.waits_for_draft(places.sources[side]):
             step = system.latency[Lane.DRAFT, Operation.DRAFT_STEP]
             # After a full acceptance the last draft token was never fed to the draft of SD.
             two_unfed = side == 1 and not places.is_ssd
@@ -154,8 +157,7 @@ class SoloTimes:
     def _message_s(self, side: int, num_drafted: int) -> float:
         if not self.policy.speculation_length:
             return 0.0
-        sampled = self.sampled and _is_from_draft_model(self.policy, side)
-        return self.system.placement.speculation_s(num_drafted, sampled=sampled)
+        return self.system.placement.speculation_s(num_drafted, sampled=self.sampled[side])
 
     def seconds(self, visited: Visited, noise: Noise) -> FloatArray:
         """(batches,) time of the rounds, each up to the moment its outcome is known where the next speculation is
@@ -238,35 +240,25 @@ class _Durations:
         return ratios
 
 
-def _drafts_in_the_open(policy: Policy, side: int) -> bool:
-    if isinstance(policy, SpeculativeSpeculative):
-        return side == 0 and policy.drafts_in_the_open
-    return policy.speculation_length > 0
-
-
-def _is_from_draft_model(policy: Policy, side: int) -> bool:
-    return not isinstance(policy, SpeculativeSpeculative) or side == 1 or policy.drafts_in_the_open
-
-
 # ------------------------------------------------------------------------------------------------------- any batch
 
 
 class BatchTimes:
     """Batches of any number of rows and builds that may be abandoned: every operation's duration is drawn."""
 
-    def __init__(self, policy: Policy, places: Places, system: System, *, sampled: bool) -> None:
+    def __init__(self, policy: Policy, places: Places, system: System, temperature: float) -> None:
         self.policy, self.places, self.system = policy, places, system
         self.num_devices = system.placement.num_draft_devices
         K = self.num_steps = policy.speculation_length
-        self.drafts = [_drafts_in_the_open(policy, side) for side in range(2)]
+        self.drafts = [policy.waits_for_draft(source) for source in places.sources]
         self.builds = bool(places.num_branches.any())
         self.can_abandon = isinstance(policy, SpeculativeSpeculative) and policy.on_late_build is LateBuild.ABANDON
         self.num_draft_draws = self.num_devices * (K * any(self.drafts) + (K + 1) * self.builds)
-        self.host_s = [system.host_s[host_term(policy, source)] for source in SIDES]
+        self.host_s = [system.host_s[host_term(policy, source)] for source in places.sources]
         self.byte_s = 1 / system.placement.transfer_bytes_per_s
         self.token_bytes = [
-            system.placement.speculation_bytes(1, sampled=sampled and _is_from_draft_model(policy, side))
-            for side in range(2)
+            system.placement.speculation_bytes(1, sampled=drafting.is_sampled(temperature))
+            for drafting in places.draftings
         ]
         self.verify = _Timed(system.latency[Lane.TARGET, Operation.VERIFY])
         if any(self.drafts):

@@ -24,12 +24,11 @@ class OutcomeTables:
     def __init__(self, law: RoundLaw, uniforms: NDArray[np.float64], bytes_per_token: float) -> None:
         """`uniforms` (2, num_variants, num_prompts, width) decide acceptance and hits; bytes are those of a draft
         token's message."""
-        sampled = law.sample(*uniforms)
-        fan_out = law.drafting.fan_out
+        sampled = law.sampler.sample(*uniforms)
         self.num_drafted: list[list[int]] = law.num_drafted.tolist() * uniforms.shape[1]
         self.num_accepted: list[list[int]] = list(chain.from_iterable(sampled.num_accepted.tolist()))
         self.is_prepared: list[list[bool]] = list(chain.from_iterable(sampled.is_prepared.tolist()))
-        self.num_branches = [sum(fan_out[: n + 1]) for n in range(law.drafting.num_drafted + 1)]
+        self.num_branches = [law.drafting.num_branches(n) for n in range(law.drafting.num_drafted + 1)]
         self.bytes_per_token = bytes_per_token
 
 

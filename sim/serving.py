@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from sim.admission import ContinuousBatching, Dispatcher
+from sim.decider import Decider
 from sim.errors import BadInput
 from sim.load import ClosedLoop, Load, OpenLoop, num_variants
 from sim.metrics import Estimate
@@ -22,7 +23,7 @@ from sim.policy import Autoregressive, PolicyTable, Speculative, SpeculativeSpec
 from sim.replications import rate_of
 from sim.rows import Row
 from sim.system import System
-from sim.target import Decider, Target
+from sim.target import Target
 from sim.timeline import Run, Stage
 from sim.trace import Lane, Operation, Trace
 from sim.workload import Workload

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.decider import Decider, check_decider
 from sim.errors import BadInput
 from sim.expectation import Expectation
-from sim.metrics import Estimate, ratio_of_rates, ratio_of_totals
+from sim.metrics import Estimate, joined, ratio_of_rates, ratio_of_totals
 from sim.policy import Policy, PolicyTable
 from sim.recursion import expectations
-from sim.replications import CEILING, RELATIVE_HALF_WIDTH, Rate, rate_of, until
+from sim.replay import check_workload
+from sim.replications import CEILING, RELATIVE_HALF_WIDTH, CeilingReached, Rate, rate_of, until
 from sim.streams import replication_seeds
 from sim.system import System
 from sim.trace import Trace
 from sim.workload import Workload
 
-if TYPE_CHECKING:
-    from sim.target import Decider
-
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 DeciderT = TypeVar("DeciderT", bound="Decider")  # a policy, a table of them, an adaptive choice
 ENGINES = ("exact", "vectorized", "des")
 
@@ -33,8 +34,11 @@ class Prediction(Generic[DeciderT]):
     """Predicted figures of one policy; intervals are bootstraps over the prompts of the agreement record, or over its
     batches where prompts are decoded together.
 
-    `replications` says how well independent runs over the same prompts know tokens/s, None for the exact engine.
-    `notes` are what a reader must know: doubts that the record leaves open, replications that ended too early.
+    `tokens_per_s` is the throughput of one target: tokens over the time in which it decodes at least one prompt, in a
+    batch those of all rows. `num_targets` share the draft devices. `replications` says how well independent runs over
+    the same prompts know tokens/s, None for the exact engine. `notes` are what a reader must know: doubts that the
+    record leaves open, replications that ended too early, targets that the rate does not count. `expectation` has the
+    totals of each prompt behind the figures, and its batch.
     """
 
     policy: DeciderT
@@ -43,11 +47,14 @@ class Prediction(Generic[DeciderT]):
     mean_acceptance_length: Estimate | None
     hit_rate: Estimate | None
     hit_rate_by_source: dict[str, Estimate | None]
-    expectation: Expectation | None = None
+    expectation: Expectation
+    num_targets: int = 1
     replications: Rate | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON-safe, without the expectation; `tokens_per_s` is that of one of `num_targets` targets."""
+
         def plain(estimate: Estimate | None) -> dict[str, Any] | None:
             return None if estimate is None else estimate.to_dict()
 
@@ -56,6 +63,7 @@ class Prediction(Generic[DeciderT]):
             "policy": self.policy.to_dict(),
             "engine": self.engine,
             "tokens_per_s": plain(self.tokens_per_s),
+            "num_targets": self.num_targets,
             "mean_acceptance_length": plain(self.mean_acceptance_length),
             "hit_rate": plain(self.hit_rate),
             "hit_rate_by_source": {source: plain(rate) for source, rate in self.hit_rate_by_source.items()},
@@ -65,9 +73,14 @@ class Prediction(Generic[DeciderT]):
 
 
 def simulate(policy: Decider, workload: Workload, system: System, seed: int = 0) -> Trace:
-    """A trace of the policy over the prompts of the system's agreement record (SimPy)."""
+    """A trace of the policy over the prompts of the system's agreement record (SimPy).
+
+    The workload gives the rules. Raises `BadInput` if they are not those of the record.
+    """
     from sim.timeline import replicate
 
+    check_decider(policy)
+    check_workload(system.agreement, workload)
     return replicate(policy, workload, system, [seed])[0]
 
 
@@ -82,34 +95,52 @@ def predict(
     ceiling: int = CEILING,
 ) -> Prediction[DeciderT]:
     """Figures of one policy: `exact` by recursion; the others by independent runs over all prompts until tokens/s is
-    known to `relative_half_width` (95 %) or `ceiling` runs are done: `vectorized` in NumPy, `des` in SimPy.
+    known to `relative_half_width` (95 %) or `ceiling` runs are done, which the prediction notes: `vectorized` in NumPy,
+    `des` in SimPy.
 
-    Raises `BadInput` where a policy is outside the reach of an engine.
+    The prompts predicted on are the agreement's: the workload gives the rules, and its own prompts are not looked at.
+    Raises `BadInput` where a policy is outside the reach of an engine, and where the rules are not those of the
+    agreement: another temperature, other stop tokens, longer texts.
     """
     if engine not in ENGINES:
         raise BadInput("engine", f"must be one of {', '.join(ENGINES)}", engine)
+    check_decider(policy)
+    check_workload(system.agreement, workload)
     one: Decider = policy.at(1) if isinstance(policy, PolicyTable) and workload.batch_size == 1 else policy
     if engine == "exact":
         (expectation,) = expectations([one], workload, system)  # type: ignore[list-item]  # it refuses what it cannot do
-        return _from_expectation(policy, expectation, engine, workload)
+        return _from_expectation(policy, expectation, engine, workload, system)
     runs = _replicate_vectorized if engine == "vectorized" else _replicate_des
-    expectation, rate = runs(one, workload, system, seed, relative_half_width, ceiling)
-    return _from_expectation(policy, expectation, engine, workload, rate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CeilingReached)  # a note says it
+        expectation, rate = runs(one, workload, system, seed, relative_half_width, ceiling)
+    return _from_expectation(policy, expectation, engine, workload, system, rate)
 
 
 def predict_all(policies: Sequence[Policy], workload: Workload, system: System) -> list[Prediction[Policy]]:
-    """Exact predictions of many policies at once."""
+    """Exact predictions of many policies at once; raises what `predict` does."""
+    check_workload(system.agreement, workload)
     return [
-        _from_expectation(policy, expectation, "exact", workload)
+        _from_expectation(policy, expectation, "exact", workload, system)
         for policy, expectation in zip(policies, expectations(policies, workload, system), strict=True)
     ]
 
 
 def predicted_speedup(fast: Prediction[Any], slow: Prediction[Any]) -> Estimate:
-    """Tokens/s of one prediction over that of another, over the same prompts."""
-    if fast.expectation is None or slow.expectation is None:
-        raise BadInput("predicted_speedup", "needs two predictions of `predict`", (fast.engine, slow.engine))
-    pairs = [(e.num_tokens, e.seconds) for e in (fast.expectation, slow.expectation)]
+    """Tokens/s of one prediction over that of another, over the same prompts; prompts that one of them decodes together
+    are drawn together. Raises `BadInput` if they are of different numbers of prompts."""
+    expectations = (fast.expectation, slow.expectation)
+    sizes = [len(e.num_tokens) for e in expectations]
+    if sizes[0] != sizes[1]:
+        raise BadInput("predicted_speedup", "must be of the same prompts", sizes)
+    groups = [
+        np.flatnonzero(batch == number).tolist()
+        for batch in (e.batch for e in expectations)
+        if batch is not None
+        for number in np.unique(batch)
+    ]
+    batch = np.array(list(joined(range(sizes[0]), groups).values()), dtype=np.int64)
+    pairs = [(_by_batch(e.num_tokens, batch), _by_batch(e.seconds, batch)) for e in expectations]
     return ratio_of_rates(pairs[0], pairs[1])
 
 
@@ -174,21 +205,39 @@ def _replicate_des(
     return mean_of(runs), rate
 
 
-def _from_expectation(
-    policy: DeciderT, e: Expectation, engine: str, workload: Workload, replications: Rate | None = None
-) -> Prediction[DeciderT]:
-    def of_batches(totals: FloatArray) -> FloatArray:
-        """Prompts that are decoded together share their time: they are drawn together."""
-        return np.add.reduceat(totals, np.arange(0, totals.shape[-1], workload.batch_size), axis=-1)
+def _by_batch(totals: FloatArray, batch: IntArray) -> FloatArray:
+    """(..., num_batches) sums over the prompts of each batch, by the batch of each prompt: prompts that are decoded
+    together share their time, and are drawn together."""
+    by_prompt = np.moveaxis(totals, -1, 0)
+    sums = np.zeros((1 + int(batch.max(initial=-1)), *by_prompt.shape[1:]))
+    np.add.at(sums, batch, by_prompt)
+    return np.moveaxis(sums, 0, -1)
 
-    num_tokens, num_rounds, seconds = (of_batches(totals) for totals in (e.num_tokens, e.num_rounds, e.seconds))
-    lookups, hits = of_batches(e.num_lookups), of_batches(e.num_hits)
+
+def _notes(e: Expectation, num_targets: int, replications: Rate | None) -> tuple[str, ...]:
     notes = list(e.notes)
+    if num_targets > 1:
+        notes.append(f"tokens/s are per target; {num_targets} targets share the draft")
     if e.doubt:
         notes.append(f"the recorded candidates leave hit rates open by +-{100 * e.doubt:.2g} points")
     if replications is not None and replications.reached_ceiling:
         half_width = f"{100 * replications.relative_half_width:.1f} %"
         notes.append(f"{replications.num_replications} replications, the ceiling, know tokens/s to {half_width} only")
+    return tuple(notes)
+
+
+def _from_expectation(
+    policy: DeciderT,
+    e: Expectation,
+    engine: str,
+    workload: Workload,
+    system: System,
+    replications: Rate | None = None,
+) -> Prediction[DeciderT]:
+    batch = np.arange(len(e.num_tokens)) // workload.batch_size if e.batch is None else e.batch
+    num_tokens, num_rounds, seconds, lookups, hits = (
+        _by_batch(totals, batch) for totals in (e.num_tokens, e.num_rounds, e.seconds, e.num_lookups, e.num_hits)
+    )
     return Prediction(
         policy=policy,
         engine=engine,
@@ -198,7 +247,8 @@ def _from_expectation(
         hit_rate_by_source={
             name: ratio_of_totals(hits[side], lookups[side]) for side, name in enumerate(("after_hit", "after_miss"))
         },
-        expectation=e,
+        expectation=replace(e, batch=batch),
+        num_targets=system.placement.num_targets,
         replications=replications,
-        notes=tuple(notes),
+        notes=_notes(e, system.placement.num_targets, replications),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.errors import require_count
 from sim.replay import Replay
 from sim.trace import Lane
 
@@ -20,8 +21,13 @@ class Streams:
 
     @classmethod
     def of(cls, seed: int) -> Streams:
-        outcomes, target, draft = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
+        outcomes, target, draft = (np.random.default_rng(child) for child in seed_sequence(seed).spawn(3))
         return cls(outcomes, {Lane.TARGET: target, Lane.DRAFT: draft})
+
+
+def seed_sequence(seed: object, spawn_key: tuple[int, ...] = ()) -> np.random.SeedSequence:
+    """Everything random comes of a seed by one of these. Raises `BadInput` unless it is an integer >= 0."""
+    return np.random.SeedSequence(require_count("seed", seed, 0), spawn_key=spawn_key)
 
 
 def outcome_uniforms(replay: Replay, stream: np.random.Generator) -> NDArray[np.float64]:
@@ -41,6 +47,6 @@ def replication_seeds(seed: int, num: int, first: int = 0) -> list[int]:
     seeds: dict[int, None] = {}
     num_words = wanted
     while len(seeds) < wanted:  # a word that came up before is skipped
-        seeds = dict.fromkeys(np.random.SeedSequence(seed).generate_state(num_words, dtype=np.uint64).tolist())
+        seeds = dict.fromkeys(seed_sequence(seed).generate_state(num_words, dtype=np.uint64).tolist())
         num_words += wanted - len(seeds)
     return list(seeds)[first:wanted]

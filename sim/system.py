@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.agreement import Agreement, AgreementRecord
-from sim.errors import BadInput
-from sim.latency import LatencyModel, latest_of, sum_of_independent
+from sim.errors import BadInput, require_mapping, require_number
+from sim.latency import LatencyModel, checked_residuals, lane_and_operation, latest_of, sum_of_independent
 from sim.memory import Memory
 from sim.parametric import ParametricAgreement
 from sim.placement import Placement
-from sim.policy import Policy, SpeculativeSpeculative
+from sim.policy import SCHEMA_KINDS, Policy, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 
 SCHEMA = 1
+REQUIRED = ("identity", "agreement", "host_s", "contention", "latency", "overlaps", "in_situ_residual_ratios")
+OPTIONAL = ("schema", "placement", "memory")  # files of an earlier release lack the last two
 FloatArray = NDArray[np.float64]
 InSitu = Mapping[tuple[Lane, Operation], tuple[float, ...]]  # equally likely ratios to the latency model's location
 
@@ -52,7 +53,8 @@ class System:
     `contention[lane]` >= 1 multiplies the lane's operations while the other lane is busy. Where the roles do not
     overlap, a build runs before the verification and nothing is ever busy beside anything. `identity` says which pair,
     device and library versions it holds for. `in_situ[kind]` replaces residuals of the latency model by those seen in
-    runs of a decoder: alone and again and again an operation runs faster or slower than between others.
+    runs of a decoder: alone and again and again an operation runs faster or slower than between others. Raises
+    `BadInput` naming the field that is of another type, outside its range or incomplete.
     """
 
     latency: LatencyModel
@@ -66,14 +68,17 @@ class System:
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
-        for lane, value in self.contention.items():
-            if not (math.isfinite(value) and value >= 1):
-                raise BadInput(f"contention.{lane.value}", "must be a finite number >= 1", value)
-        for term, value in self.host_s.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise BadInput(f"host_s.{term.value}", "must be a finite number >= 0", value)
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise BadInput(name, f"must be a {kind.__name__}", getattr(self, name))
+        require_mapping("identity", self.identity)
         if not isinstance(self.overlaps, bool):
             raise BadInput("overlaps", "must be true or false", self.overlaps)
+        object.__setattr__(self, "contention", _numbers("contention", self.contention, Lane, minimum=1))
+        object.__setattr__(self, "host_s", _numbers("host_s", self.host_s, HostTerm, minimum=0))
+        seen = require_mapping("in_situ", self.in_situ, SCHEMA_KINDS)
+        in_situ = {kind: _checked_in_situ(f"in_situ.{kind}", rows, self.latency) for kind, rows in seen.items()}
+        object.__setattr__(self, "in_situ", in_situ)
 
     def as_run_by(self, policy: Policy) -> System:
         """This system with the residuals of runs of the policy's decoder, where there are any."""
@@ -159,48 +164,60 @@ class System:
             data = json.loads(path.read_text())
         except ValueError as error:
             raise BadInput(str(path), f"must be JSON ({error})") from None
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise BadInput(
-                f"{path}: schema", f"must be {SCHEMA}", data.get("schema") if isinstance(data, dict) else data
-            )
-        missing = {"identity", "agreement", "host_s", "contention", "latency", "overlaps", "in_situ_residual_ratios"}
-        missing -= data.keys()
-        if missing:
-            raise BadInput(f"{path}: {min(missing)}", "this key is missing")
+        schema = data.get("schema") if isinstance(data, dict) else data
+        if type(schema) is not int or schema != SCHEMA:
+            raise BadInput(f"{path}: schema", f"must be {SCHEMA}", schema)
+        for key in REQUIRED:
+            if key not in data:
+                raise BadInput(f"{path}: {key}", "this key is missing")
+        for key in data:
+            if key not in REQUIRED + OPTIONAL:
+                raise BadInput(f"{path}: {key}", f"no such key; known: {', '.join(REQUIRED + OPTIONAL)}")
+        agreement = _read_agreement(data["agreement"], path)
         try:
-            return cls._from_dict(data, path)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, BadInput):
-                raise error if str(path.parent) in str(error) else BadInput(str(path), str(error)) from None
-            raise BadInput(str(path), f"must be as `saguaro fit` writes it ({type(error).__name__}: {error})") from None
+            return cls._from_dict(data, agreement)
+        except BadInput as error:
+            raise BadInput(str(path), str(error)) from None
 
     @classmethod
-    def _from_dict(cls, data: dict[str, Any], path: Path) -> System:
-        host_s = {HostTerm(term): float(value) for term, value in data["host_s"].items()}
-        contention = {Lane(lane): float(value) for lane, value in data["contention"].items()}
-        for name, kinds, given in (("host_s", HostTerm, host_s), ("contention", Lane, contention)):
-            missing = [kind.value for kind in kinds if kind not in given]
-            if missing:
-                raise BadInput(f"{path}: {name}.{missing[0]}", "this key is missing")
+    def _from_dict(cls, data: dict[str, Any], agreement: Agreement) -> System:
         return cls(
             latency=LatencyModel.from_dict(data["latency"]),
-            contention=contention,
-            host_s=host_s,
-            agreement=_read_agreement(data["agreement"], path),
+            contention=data["contention"],
+            host_s=data["host_s"],
+            agreement=agreement,
             identity=data["identity"],
             overlaps=data["overlaps"],
             placement=Placement.from_dict(data.get("placement", {})),
             memory=Memory.from_dict(data.get("memory", {})),
             in_situ={
-                kind: {_key(name): tuple(row) for name, row in rows.items()}
-                for kind, rows in data["in_situ_residual_ratios"].items()
+                kind: {
+                    lane_and_operation(f"in_situ_residual_ratios.{kind}", name): row
+                    for name, row in require_mapping(f"in_situ_residual_ratios.{kind}", rows).items()
+                }
+                for kind, rows in require_mapping("in_situ_residual_ratios", data["in_situ_residual_ratios"]).items()
             },
         )
 
 
-def _key(name: str) -> tuple[Lane, Operation]:
-    lane, operation = name.split(".")
-    return Lane(lane), Operation(operation)
+_PARTS = {"latency": LatencyModel, "agreement": Agreement, "placement": Placement, "memory": Memory}
+KindT = TypeVar("KindT", bound=StrEnum)
+
+
+def _numbers(name: str, given: object, kinds: type[KindT], *, minimum: float) -> dict[KindT, float]:
+    words = [kind.value for kind in kinds]
+    values = require_mapping(name, given, words, words)
+    return {kind: require_number(f"{name}.{kind.value}", values[kind], minimum) for kind in kinds}
+
+
+def _checked_in_situ(name: str, rows: object, latency: LatencyModel) -> InSitu:
+    checked = {}
+    for key, residuals in require_mapping(name, rows).items():
+        if key not in latency.operations:
+            known = ", ".join(f"{lane.value}.{operation.value}" for lane, operation in latency.operations)
+            raise BadInput(name, f"must be of operations whose latency is known: {known}", key)
+        checked[key] = checked_residuals(f"{name}.{key[0].value}.{key[1].value}", key[1], residuals)
+    return checked
 
 
 def _write_agreement(agreement: Agreement, file: Path) -> dict[str, Any]:
@@ -211,12 +228,21 @@ def _write_agreement(agreement: Agreement, file: Path) -> dict[str, Any]:
     return {"file": file.name, "sha256": _sha256(file), "num_prompts": agreement.num_prompts}
 
 
-def _read_agreement(entry: dict[str, Any], system: Path) -> Agreement:
-    if "parametric" in entry:
-        return ParametricAgreement.from_dict(entry["parametric"])
-    record = system.parent / entry["file"]
+def _read_agreement(entry: object, system: Path) -> Agreement:
+    """Raises `BadInput` naming the file that is to blame, the system or its record."""
+    name = f"{system}: agreement"
+    if isinstance(entry, dict) and "parametric" in entry:
+        require_mapping(name, entry, ["parametric"])
+        try:
+            return ParametricAgreement.from_dict(entry["parametric"])
+        except BadInput as error:
+            raise BadInput(name, str(error)) from None
+    written = require_mapping(name, entry, ["file", "sha256", "num_prompts"], ["file", "sha256"])
+    if not isinstance(written["file"], str):
+        raise BadInput(f"{name}.file", "must be the name of a file", written["file"])
+    record = system.parent / written["file"]
     agreement = AgreementRecord.read(record)
-    if _sha256(record) != entry["sha256"]:
+    if _sha256(record) != written["sha256"]:
         raise BadInput(str(record), f"must be the record that {system} was fitted with (its hash differs)")
     return agreement
 

@@ -1,6 +1,6 @@
 """The target role of the event engine: decides who runs next and under which policy, asks for speculations, verifies.
 
-The three decoders, who waits for whom, are here; `executor/loops.py` is the same for real models.
+The three decoders, who waits for whom, are here; `executor/loops.py` has those of real models.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import simpy
 from simpy.events import URGENT, Event, Timeout
 
+from sim.decider import Controller, Decider, RoundSeen
 from sim.draft_devices import Answer, Build, Place, Process, ask
 from sim.durations import Drafted, Task
 from sim.errors import BadInput
@@ -32,7 +33,6 @@ from sim.system import host_term
 from sim.trace import Lane, Operation, Round, Source
 
 if TYPE_CHECKING:
-    from sim.controller import Controller, RoundSeen
     from sim.timeline import Run
 
 
@@ -42,20 +42,6 @@ class Arrival(Event):
     def __init__(self, env: simpy.Environment, delay: float) -> None:
         self.env, self.callbacks, self._ok, self._value = env, [], True, None  # as `Timeout` does, for speed
         env.schedule(self, URGENT, delay)
-
-
-class Controlled(Protocol):
-    """A configuration whose controllers choose the policy of every round from what they see (`sim.controller`)."""
-
-    @property
-    def name(self) -> str: ...
-
-    def start(self) -> Controller: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-Decider = Policy | PolicyTable | Controlled  # who says what the policy of a round is
 
 
 class Admission(Protocol):
@@ -307,9 +293,9 @@ class Target:
         self.policy, self.is_ssd, self.speculation_length = policy, ssd is not None, policy.speculation_length
         self.sends_messages = self.speculation_length > 0 and self.placement.message_s(1e9) > 0
         self.redrafts = ssd is not None and ssd.fallback is Fallback.DRAFT
-        self.drafts_in_the_open = ssd is None or ssd.drafts_in_the_open
         self.on_late = LateBuild.WAIT if ssd is None else ssd.on_late_build
         sources = (Source.SYNCHRONOUS, Source.SYNCHRONOUS) if ssd is None else (Source.HIT, Source.MISS)
+        self.drafts_in_the_open = policy.waits_for_draft(sources[AFTER_MISS])
         self.host_s = [self.system.host_s[host_term(policy, source)] for source in sources]
         self.usual = [self.timeline.outcomes(policy.drafting(source)) for source in sources]
         system, noise = self.system.as_run_by(policy), self.timeline.noise
@@ -333,8 +319,6 @@ class Target:
 
     def _observe(self, rows: list[Row], controller: Controller) -> None:
         """Tell the controller about rounds, oldest first. One whose build is late is told once the build has ended."""
-        from sim.controller import RoundSeen
-
         round_s = self.env.now - self.round_start_s
         for row in rows:
             seen = RoundSeen(

@@ -16,22 +16,24 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
+from sim.decider import Decider
 from sim.draft_devices import DraftDevice, Meter, Recorder
 from sim.durations import Durations, Noise
 from sim.errors import BadInput
 from sim.expectation import Expectation
-from sim.policy import Drafting, Proposer
+from sim.policy import Drafting
 from sim.replay import Replay
 from sim.round_law import RoundLaw
 from sim.rows import OutcomeTables, Row
 from sim.streams import Streams, outcome_uniforms
 from sim.system import System
-from sim.target import Decider, StaticBatches, Target
+from sim.target import StaticBatches, Target
 from sim.trace import Sequence as DecodedSequence
 from sim.trace import Trace
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 MAX_TABLES = 64  # draftings whose rounds are kept as tables; bounds memory where a controller tries ever new ones
 
@@ -43,7 +45,7 @@ class Totals:
 
     Of each request: when it arrived, when its first token was there and decoding began, when it ended. `shared_s` are
     equal shares of the time in which the batch of a prompt was decoded: they sum to the time that targets decoded,
-    while the rows' own `seconds` count a second once for each row.
+    while the rows' own `seconds` count a second once for each row. `batch` is the number of a prompt's batch.
     """
 
     num_tokens: FloatArray
@@ -54,6 +56,7 @@ class Totals:
     first_token_s: FloatArray
     end_s: FloatArray
     shared_s: FloatArray
+    batch: IntArray
     doubt: float = 0.0  # largest half-width of a mean hit probability that the agreement record leaves open
 
     @property
@@ -71,6 +74,7 @@ def mean_of(runs: Sequence[Totals]) -> Expectation:
         num_lookups=np.mean([run.num_lookups for run in runs], axis=0),
         num_hits=np.mean([run.num_hits for run in runs], axis=0),
         doubt=max(run.doubt for run in runs),
+        batch=runs[0].batch,
     )
 
 
@@ -188,7 +192,7 @@ class Run:
         if drafting not in self._tables:
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
-            sampled = self.workload.temperature > 0 and drafting.proposer is Proposer.DRAFT_MODEL
+            sampled = drafting.is_sampled(self.workload.temperature)
             bytes_per_token = self.system.placement.speculation_bytes(1, sampled=sampled)
             self._tables[drafting] = OutcomeTables(self.stage.law(drafting), self._uniforms, bytes_per_token)
         return self._tables[drafting]
@@ -242,6 +246,12 @@ class Timeline(Run):
         self._play()
         return self._totals()
 
+    def _batches(self) -> IntArray:
+        """(num_prompts,) number of the batch of every prompt, in the order of their first prompts."""
+        num_targets = self.system.placement.num_targets
+        turn, target = np.divmod(np.arange(len(self.rows)), num_targets)
+        return turn // self.workload.batch_size * num_targets + target
+
     def _totals(self) -> Totals:
         def of_rows(name: str) -> FloatArray:
             return np.array([getattr(row, name) for row in self.rows], dtype=float)
@@ -255,5 +265,6 @@ class Timeline(Run):
             first_token_s=of_rows("first_token_s"),
             end_s=of_rows("end_s"),
             shared_s=of_rows("shared_s"),
+            batch=self._batches(),
             doubt=self.stage.doubt,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -131,7 +131,10 @@ class Sequence:
 
 @dataclass
 class Trace:
-    """Sequences, rounds and spans of one policy over one workload; `meta` says how they were produced."""
+    """Sequences, rounds and spans of one policy over one workload; `meta` says how they were produced.
+
+    Rounds that were verified together follow one another, that of the verification's span first.
+    """
 
     policy: dict[str, Any]
     workload: dict[str, Any]
@@ -145,6 +148,18 @@ class Trace:
         rows: list[Any] = [[s.index, list(s.tokens)] for s in self.sequences]
         rows += [[r.sequence, r.index, r.source, r.num_drafted, r.num_accepted, r.num_emitted] for r in self.rounds]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def verified_together(self) -> Iterator[list[Round]]:
+        """The rounds of every verification of more than one row. Raises `BadInput` if they are not all there."""
+        shared = [s for s in self.spans if s.operation is Operation.VERIFY and s.batch_size > 1]
+        place = {(r.sequence, r.index): index for index, r in enumerate(self.rounds)} if shared else {}
+        for s in shared:
+            first = place.get((s.sequence, s.round), len(self.rounds))
+            rounds = self.rounds[first : first + s.batch_size]
+            if len(rounds) < s.batch_size or any(r.end_s != rounds[0].end_s for r in rounds):
+                name = f"trace: round {s.round} of sequence {s.sequence}"
+                raise BadInput(name, f"must be followed by the others of its batch of {s.batch_size}")
+            yield rounds
 
     def write(self, folder: Path) -> None:
         """Write `sequences.parquet`, `rounds.parquet`, `spans.parquet`, `trace.json` and `perfetto.json`."""

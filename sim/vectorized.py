@@ -84,7 +84,7 @@ class Replications:
         self.doubt = max(law.doubt for law in self.rounds.laws)
         may_abandon = isinstance(policy, SpeculativeSpeculative) and policy.on_late_build is LateBuild.ABANDON
         times = SoloTimes if workload.batch_size == 1 and not may_abandon else BatchTimes
-        self.times = times(policy, Places(policy, self.rounds.laws), system, sampled=workload.temperature > 0)
+        self.times = times(policy, Places(policy, self.rounds.laws), system, workload.temperature)
         self.num_seeds = 0
         self.sums = np.zeros((NUM_TOTALS, self.replay.num_prompts))
 
@@ -201,8 +201,8 @@ class _Rounds:
         self.drafts_anew = batch_size > 1 and getattr(policy, "fallback", None) is Fallback.DRAFT
         sources = SIDES if is_ssd else (Source.SYNCHRONOUS,) * len(SIDES)
         self.laws = [RoundLaw(replay, policy.drafting(source)) for source in sources]
-        self.tables = [_SideTables(law, side, is_ssd=is_ssd) for side, law in enumerate(self.laws)]
-        first, second = (table.accepted for table in self.tables)
+        self.sides = [_SideSteps(law, side, is_ssd=is_ssd) for side, law in enumerate(self.laws)]
+        first, second = (side.sampler.accepted for side in self.sides)
         self.accepts_alike = len(first) == len(second) and all(map(np.array_equal, first, second))
         self.step_type = np.min_scalar_type(2 * policy.speculation_length + 3)
         self.batches = self._batches(batch_size)
@@ -263,62 +263,33 @@ class _Rounds:
         for start in range(0, len(streams), size):
             group = slice(start, min(start + size, len(streams)))
             uniforms = np.stack([outcome_uniforms(replay, stream) for stream in streams[group]], axis=1)
-            for side, table in enumerate(self.tables):
-                if side == 0 or not self.accepts_alike:
-                    passes = table.passes(uniforms[0])
-                table.fill(steps[group, ..., side], passes, uniforms[1])
+            for index, side in enumerate(self.sides):
+                if index == 0 or not self.accepts_alike:
+                    passes = side.sampler.passes(uniforms[0])
+                side.fill(steps[group, ..., index], passes, uniforms[1])
         return steps
 
 
-class _SideTables:
-    """A `RoundLaw` made ready for the outcomes of many seeds: the same rounds as `RoundLaw.sample` gives.
-
-    One number at its place decides whether a round goes past draft token j, so that the accepted count and the look-up
-    are found from the last draft token backwards, without gathers.
-    """
+class _SideSteps:
+    """How far the rounds of one side lead, from what a `RoundSampler` says that they do."""
 
     def __init__(self, law: RoundLaw, side: int, *, is_ssd: bool) -> None:
-        self.side, self.is_ssd = side, is_ssd
-        self.count_type = np.min_scalar_type(2 * law.drafting.num_drafted + 3)
-        num_tested = np.minimum(law.num_drafted, law.left)
-        self.hits = law.hits  # made here, once: threads only read it
-        self.accepted = [np.where(j < num_tested, table, 0.0) for j, table in enumerate(law.accepted)]
-        most = np.iinfo(self.count_type).max
-        self.left = np.minimum(law.left, most).astype(self.count_type)
+        self.side, self.is_ssd, self.sampler = side, is_ssd, law.sampler  # made here, once: threads only read it
+        self.step_type = np.min_scalar_type(2 * law.drafting.num_drafted + 3)
+        most = np.iinfo(self.step_type).max
+        self.left = np.minimum(law.left, most).astype(self.step_type)
         self.left[:, :1] = 0  # no round starts before the first token
-        self.all_drafted = np.where(law.num_drafted > 0, law.num_drafted, most).astype(self.count_type)
-
-    def passes(self, accept_uniforms: FloatArray) -> list[BoolArray]:
-        """For every draft token, (seeds, num_prompts, width) whether a round that tests it goes past it."""
-        return [self._below(accept_uniforms, j, accepted) for j, accepted in enumerate(self.accepted)]
+        self.all_drafted = np.where(law.num_drafted > 0, law.num_drafted, most).astype(self.step_type)
 
     def fill(self, steps: NDArray[np.unsignedinteger], passes: list[BoolArray], hit_uniforms: FloatArray) -> None:
-        """Write the step of every place of this side."""
-        num_accepted, next_side = self.rounds(passes, hit_uniforms)
-        emitted = num_accepted + self.count_type.type(1)
+        """Write the step of every place of this side. Side 1 of the next round is after a hit, or of SD after a full
+        acceptance."""
+        rounds = self.sampler.rounds(passes, hit_uniforms)
+        num_accepted = rounds.num_accepted.astype(self.step_type, copy=False)
+        next_side = rounds.is_prepared if self.is_ssd else num_accepted == self.all_drafted
+        emitted = num_accepted + self.step_type.type(1)
         goes_on = emitted < self.left
         emitted += emitted
         emitted += next_side
-        emitted -= self.count_type.type(self.side)
+        emitted -= self.step_type.type(self.side)
         np.multiply(emitted, goes_on, out=steps)
-
-    def rounds(self, passes: list[BoolArray], hit_uniforms: FloatArray) -> tuple[NDArray, BoolArray]:
-        """(seeds, num_prompts, width) accepted count, and whether the next round is one of side 1: after a hit, or of
-        SD after a full acceptance."""
-        num_accepted = np.zeros((len(hit_uniforms), *self.left.shape), dtype=self.count_type)
-        is_prepared = self._below(hit_uniforms, len(passes), self.hits[-1]) if self.is_ssd else None
-        for j, passed in reversed(list(enumerate(passes))):
-            num_accepted += self.count_type.type(1)
-            num_accepted *= passed
-            if is_prepared is not None:
-                is_prepared &= passed
-                is_prepared |= self._below(hit_uniforms, j, self.hits[j]) > passed
-        return num_accepted, num_accepted == self.all_drafted if is_prepared is None else is_prepared
-
-    @staticmethod
-    def _below(uniforms: FloatArray, offset: int, table: FloatArray) -> BoolArray:
-        """Whether the number `offset` tokens after each start is below the table's entry of the start."""
-        below = np.zeros((len(uniforms), *table.shape), dtype=bool)
-        num = max(0, min(table.shape[-1], uniforms.shape[-1] - offset))
-        np.less(uniforms[..., offset : offset + num], table[:, :num], out=below[..., :num])
-        return below

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibration.fit import fit
+from calibration.breakdown import round_time
+from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile
 from sim.errors import BadInput
 from sim.latency import LatencySample
@@ -15,6 +16,7 @@ from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpecula
 from sim.simulate import predict, simulate
 from sim.system import HostTerm, System
 from sim.trace import Lane
+from tests.sim.strategies import batched
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
 POLICIES = [
@@ -113,3 +115,18 @@ def test_a_profile_without_one_kind_of_round_is_refused():
     system = known_system()
     with pytest.raises(BadInput, match="none of: hit, miss"):
         fit(profile_of(system, samples_of(system, num_blocks=3, seed=1), POLICIES[:2]))
+
+
+def test_runs_of_batches_are_refused():
+    """Their spans are those of no single row: times of rows cannot be told from them."""
+    system = batched(known_system(), 0.001)
+    profile = profile_of(system, samples_of(system, num_blocks=3, seed=1))
+    workload = replace(workload_of(system.agreement), batch_size=3)
+    batches = tuple(simulate(policy, workload, system) for policy in POLICIES)
+    for refused in (
+        lambda: fit(replace(profile, traces=batches)),
+        lambda: at_speed_of(system, batches),
+        lambda: round_time(batches),
+    ):
+        with pytest.raises(BadInput, match="must be of prompts decoded one at a time, got 'a batch of 3 rows'"):
+            refused()

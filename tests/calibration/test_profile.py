@@ -174,11 +174,20 @@ def test_record_is_not_validated_on_its_own_prompts(profile: Profile) -> None:
         ({"max_new_tokens": 9}, r"workload\.max_new_tokens: must be 8"),
         ({"stop_ids": ()}, r"workload\.stop_ids: must be \[0\]"),
         ({"dataset": "news"}, r"workload\.dataset: must be 'toy'"),
+        ({"batch_size": 2}, r"workload\.batch_size: must be 1 as in the profile, got 2"),
     ],
 )
 def test_rules_of_the_workload_must_be_those_of_the_profile(profile: Profile, change: dict, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         check_workload(profile.manifest, replace(WORKLOAD, prompts=((5, 6),), **change))
+
+
+def test_a_profile_that_knows_no_batches_is_of_one_prompt_at_a_time(profile: Profile) -> None:
+    earlier = {name: value for name, value in profile.manifest["workload"].items() if name != "batch_size"}
+    test = replace(WORKLOAD, prompts=((5, 6),))
+    check_workload({"workload": earlier}, test)
+    with pytest.raises(BadInput, match=r"workload\.batch_size: must be 1 as in the profile, got 2"):
+        check_workload({"workload": earlier}, replace(test, batch_size=2))
 
 
 def test_prompts_differ_in_their_hashes() -> None:

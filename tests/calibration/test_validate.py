@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from calibration.validate import (
@@ -17,6 +18,7 @@ from calibration.validate import (
     summarize,
 )
 from sim.errors import BadInput
+from sim.expectation import Expectation
 from sim.metrics import Estimate, speedup
 from sim.policy import Autoregressive, Policy, Speculative
 from sim.simulate import Prediction
@@ -38,8 +40,9 @@ def trace_of(seconds: Seq[float], tokens: Seq[int], policy: Policy = AR) -> Trac
 
 
 def prediction_of(rate: float, policy: Policy = AR) -> Prediction:
-    estimate = Estimate(rate, rate, rate, 2)
-    return Prediction(policy, "exact", estimate, Estimate(1.0, 1.0, 1.0, 2), None, {})
+    estimate, nothing = Estimate(rate, rate, rate, 2), np.zeros((2, 2))
+    expectation = Expectation(np.full(2, rate), np.full(2, rate), np.ones(2), nothing, nothing)
+    return Prediction(policy, "exact", estimate, Estimate(1.0, 1.0, 1.0, 2), None, {}, expectation)
 
 
 # --------------------------------------------------------------------------------------------------- comparison, regret

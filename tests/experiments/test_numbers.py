@@ -25,6 +25,12 @@ search: {speculation_lengths: [1, 2, 3, 4, 5, 6, 7, 8], budgets: [8], fan_out_ru
 """
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLE.parent.glob("*numbers.yaml")), ids=lambda path: path.stem)
+def test_numbers_that_come_along_are_valid(path):
+    numbers = read_numbers(path)
+    assert predict(Autoregressive(), numbers.workload, numbers.system).tokens_per_s.value > 0
+
+
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "numbers.yaml"
     path.write_text(text)

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.planning import Plan
 from experiments.policies import load_policy
-from sim.controller import HillClimbing, RunningStatistics
 from sim.errors import BadInput
+from sim.hill_climbing import HillClimbing
 from sim.policy import (
     Autoregressive,
     Fallback,
@@ -20,6 +20,7 @@ from sim.policy import (
     SpeculativeSpeculative,
     policy_from_dict,
 )
+from sim.running_statistics import RunningStatistics
 from sim.simulate import simulate
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
@@ -94,7 +95,7 @@ def test_an_adaptive_choice_is_told_the_times_of_the_plan() -> None:
 
 def test_hill_climbing_needs_no_times() -> None:
     chosen = load_policy("{kind: hill_climbing, speculation_lengths: [1, 2], budgets: [4]}", PLAN)
-    assert chosen == HillClimbing((1, 2), (4,))
+    assert chosen == HillClimbing((1, 2), (4,), most_candidates=RECORD.num_candidates)
     with pytest.raises(BadInput, match=r"--policy: .*paatience"):
         load_policy("{kind: hill_climbing, speculation_lengths: [1], budgets: [4], paatience: 3}", PLAN)
     with pytest.raises(BadInput, match=r"--policy: .*budgets"):

@@ -17,17 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.controller import (
-    AffineTime,
-    Beliefs,
-    Controller,
-    ExpectedTimes,
-    HillClimbing,
-    RoundSeen,
-    RunningStatistics,
-    adaptive_from_dict,
-)
+from sim.adaptive import adaptive_from_dict
+from sim.beliefs import AffineTime, Beliefs, ExpectedTimes
+from sim.decider import Controller, RoundSeen
 from sim.errors import BadInput
+from sim.hill_climbing import HillClimbing
 from sim.latency import LatencyModel
 from sim.parametric import HitCurve
 from sim.policy import (
@@ -40,6 +34,7 @@ from sim.policy import (
     SpeculativeSpeculative,
     uniform_fan_out,
 )
+from sim.running_statistics import RunningStatistics
 from sim.system import HostTerm, System
 from sim.theory import batched_ssd_speedup, expected_tokens_per_round, sd_speedup, ssd_speedup
 from sim.timeline import totals
@@ -165,13 +160,11 @@ def durations(
     times: ExpectedTimes, policy: Policy, source: Source, num_drafted: int, noise: list[float]
 ) -> tuple[float, float, float]:
     """Draft steps in the open, verification, build."""
-    is_ssd = isinstance(policy, SpeculativeSpeculative)
-    in_the_open = not is_ssd or (source is not Source.HIT and policy.drafts_in_the_open)
-    num_branches = sum(policy.fan_out(source)[: num_drafted + 1])
+    num_branches = policy.drafting(source).num_branches(num_drafted)
     build_s = times.glue.at(num_drafted + 1) + policy.speculation_length * times.tree_step.at(num_branches)
     slowdown = times.contention if num_branches else 1.0
     return (
-        in_the_open * num_drafted * times.draft_step.at(1) * noise[0],
+        policy.waits_for_draft(source) * num_drafted * times.draft_step.at(1) * noise[0],
         times.verify.at(num_drafted + 1) * slowdown * noise[1],
         (num_branches > 0) * build_s * noise[2],
     )
@@ -229,10 +222,11 @@ def test_lists_are_sorted_and_without_repeats():
         ({"memory": 0}, "memory"),
         ({"interval": 0}, "interval"),
         ({"exploration": float("nan")}, "exploration"),
+        ({"most_candidates": 0}, "most_candidates"),
         ({"kind": "luck"}, "adaptive.kind"),
         ({"speed": 3}, "running_statistics"),
         ({"times": {"verify": {"base_s": -1.0}}}, "times"),
-        ({"times": {"verify": {"base_s": 1.0}}}, "running_statistics"),
+        ({"times": {"verify": {"base_s": 1.0}}}, "times.draft_step: this key is missing"),
     ],
 )
 def test_wrong_configurations_are_named(change, named):
@@ -484,9 +478,10 @@ def configurations(draw):
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     budgets = draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
     fallback, late = draw(st.sampled_from(Fallback)), draw(st.sampled_from(LateBuild))
+    options = {"interval": draw(st.integers(1, 3)), "most_candidates": draw(st.sampled_from((None, 1, 3)))}
     if draw(st.booleans()):
-        return HillClimbing(lengths, budgets, fallback, late, interval=draw(st.integers(1, 3)), rest=1)
-    options = {"interval": draw(st.integers(1, 3)), "rounds_per_switch": 1.0, "exploration": 1.0}
+        return HillClimbing(lengths, budgets, fallback, late, rest=1, **options)
+    options |= {"rounds_per_switch": 1.0, "exploration": 1.0}
     return RunningStatistics(lengths, budgets, draw(st.sampled_from((times_of(), NO_TIME))), fallback, late, **options)
 
 
@@ -515,8 +510,9 @@ def test_every_policy_is_one_of_the_candidates(config, seen):
         assert policy.speculation_length in config.speculation_lengths
         if isinstance(policy, SpeculativeSpeculative):
             assert (policy.fallback, policy.on_late_build) == (config.fallback, config.on_late_build)
-            assert sum(policy.fan_out_after_hit) in config.budgets
-            assert sum(policy.fan_out_after_miss) in config.budgets
+            for fan_out in (policy.fan_out_after_hit, policy.fan_out_after_miss):
+                assert max(fan_out) <= (config.most_candidates or max(config.budgets))
+                assert sum(fan_out) in config.budgets or max(fan_out) == config.most_candidates
 
 
 @pytest.mark.parametrize(
@@ -591,6 +587,18 @@ def free_rows(system: System) -> System:
     """Up to four rows take the time of one."""
     tables = {key: replace(table, batched={4: table.knots}) for key, table in system.latency.operations.items()}
     return replace(system, latency=LatencyModel(tables))
+
+
+@pytest.mark.parametrize("kind", [RunningStatistics, HillClimbing])
+def test_no_more_candidates_are_asked_for_than_a_record_holds(kind):
+    """Without the limit a run on a record of three candidates breaks off at its first list with a longer entry."""
+    record = record_of(*markov(3), num_prompts=4, length=100, seed=4, num_candidates=3)
+    system, workload = system_of(record, draft_step_s=0.004), workload_of(record)
+    options = {"times": times_of(draft=4.0)} if kind is RunningStatistics else {"interval": 5}
+    config = kind((1, 2), (30,), fallback=Fallback.NONE, **options)
+    with pytest.raises(BadInput, match="fan-out: must be <= 3"):
+        totals(config, workload, system, [1])
+    assert totals(replace(config, most_candidates=3), workload, system, [1])[0].num_hits.sum() > 0
 
 
 @pytest.mark.parametrize("fallback", [Fallback.DRAFT, Fallback.NONE])

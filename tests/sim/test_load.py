@@ -121,7 +121,7 @@ def test_shapes_are_taken_in_turn():
         (lambda: OpenLoop((), 1), "load.arrivals: must hold at least 1"),
         (lambda: OpenLoop(((0.0,),), 1, 2), "load.arrivals: must hold at least 2"),
         (lambda: OpenLoop(((1.0,), (0.5,)), 1), "load.arrivals: must be in order of time"),
-        (lambda: OpenLoop(((float("nan"),),), 1), "load.arrivals: must have finite times >= 0"),
+        (lambda: OpenLoop(((float("nan"),),), 1), "load.arrivals: arrival_s: must be a finite number >= 0"),
         (lambda: list(ClosedLoop(1, 1, shapes=((5, None),)).requests(REPLAY, 0)), r"load: prompt: must be in 0\.\.4"),
         (lambda: list(ClosedLoop(1, 1, shapes=((0, 13),)).requests(REPLAY, 0)), r"output_tokens: must be in 1\.\.12"),
     ],

@@ -47,12 +47,33 @@ def test_without_a_draft_there_is_nothing_on_the_draft_device():
     assert total(memory, Speculative(4), 3, 100, Lane.DRAFT) == 3 * 105
 
 
-@pytest.mark.parametrize("split", Split)
-def test_draft_devices_share_the_branches(split):
+@pytest.mark.parametrize(("split", "rows"), [(Split.BRANCHES, 5), (Split.ROWS, 3)])
+def test_draft_devices_share_branches_or_rows(split, rows):
+    """5 rows of 105 slots and 10 branches of 4: two devices keep half of the branches of every row, or 3 rows whole."""
     memory = Memory(draft_kv_bytes_per_token=1)
-    one = total(memory, SSD, 4, 100, Lane.DRAFT) - 4 * 105
-    two = total(memory, SSD, 4, 100, Lane.DRAFT, num_draft_devices=2, split=split) - 4 * 105
-    assert two == one / 2
+    assert total(memory, SSD, 5, 100, Lane.DRAFT) == 5 * 105 + 5 * 10 * 4
+    branches = 5 * 5 if split is Split.BRANCHES else 3 * 10
+    two = total(memory, SSD, 5, 100, Lane.DRAFT, num_draft_devices=2, split=split)
+    assert two == rows * 105 + branches * 4
+
+
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("policy", [Autoregressive(), Speculative(4), SSD], ids=lambda policy: policy.name)
+def test_a_draft_device_holds_the_rows_of_every_target(policy, split):
+    memory = Memory(target_kv_bytes_per_token=10, draft_kv_bytes_per_token=1)
+    placed = {"sampled": True, "distribution_bytes": 100, "num_draft_devices": 2, "split": split}
+    for lane, times in ((Lane.TARGET, 1), (Lane.DRAFT, 3)):
+        one, three = (total(memory, policy, 5, 100, lane, **placed, num_targets=n) for n in (1, 3))
+        assert three == times * one and (one > 0 or policy == Autoregressive())
+
+
+def test_a_reason_counts_the_targets():
+    memory = Memory(draft_bytes=500.0, draft_kv_bytes_per_token=1)
+    assert memory.most_rows(Speculative(4), 95, Placement(), sampled=False) == 5
+    shared = Placement(num_targets=2)
+    assert memory.most_rows(Speculative(4), 95, shared, sampled=False) == 2
+    reason = memory.why_infeasible(Speculative(4), 3, 95, shared, sampled=False)
+    assert "KV of 2 targets x 3 x (95 tokens of context + 5 ahead) 600 B" in reason
 
 
 def test_a_reason_names_the_device_and_its_parts():
@@ -83,7 +104,14 @@ def test_unlimited_memory_limits_nothing_and_is_read_back():
     assert Memory().most_rows(SSD, 1000, Placement(), sampled=True) == MOST_ROWS
     memory = Memory(draft_bytes=5.0)
     assert Memory.from_dict(memory.to_dict()) == memory and memory.to_dict()["target_bytes"] is None
-    with pytest.raises(BadInput, match=r"memory.draft_bytes: must be > 0, got -1"):
+    with pytest.raises(BadInput, match=r"memory.draft_bytes: must be a number > 0, got -1"):
         Memory(draft_bytes=-1)
-    with pytest.raises(BadInput, match=r"memory.target_kv_bytes_per_token: must be finite"):
-        Memory(target_kv_bytes_per_token=math.nan)
+    with pytest.raises(BadInput, match=r"memory.target_kv_bytes_per_token: must be a finite"):
+        Memory(target_kv_bytes_per_token=math.inf)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, math.nan, -1])
+@pytest.mark.parametrize("name", ["target_bytes", "draft_bytes", "target_kv_bytes_per_token"])
+def test_a_memory_of_wrong_types_or_values_is_named(name, value):
+    with pytest.raises(BadInput, match=f"memory.{name}: must be "):
+        Memory(**{name: value})

@@ -153,7 +153,7 @@ def test_what_summary_numbers_do_not_tell_is_refused(fallback, downweight, messa
         (lambda: ParametricAgreement(4, 8, (1.2,), (HitCurve(0.4, 1),), (HitCurve(0.4, 1),)), r"acceptance\[0\]"),
         (lambda: ParametricAgreement(4, 8, (), (HitCurve(0.4, 1),), (HitCurve(0.4, 1),)), "acceptance: must have"),
         (lambda: ParametricAgreement(4, 0, (0.5,), (HitCurve(0.4, 1),), (HitCurve(0.4, 1),)), "new_tokens: must be"),
-        (lambda: HitCurve(-0.1, 1), "prefactor: must be >= 0"),
+        (lambda: HitCurve(-0.1, 1), "prefactor: must be a finite number >= 0"),
         (lambda: conditional_from_cumulative([0.5, 0.6]), r"cumulative\[1\]: .* must not rise"),
     ],
 )

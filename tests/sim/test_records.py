@@ -1,25 +1,27 @@
-"""Latency tables, systems, traces and metrics."""
+"""Latency tables, systems, traces, workloads and placements, and what predictions say about themselves."""
 
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from sim import metrics
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, OperationLatency, equally_likely, mean_of_maximum, sum_of_independent
 from sim.placement import Placement
-from sim.policy import SpeculativeSpeculative
-from sim.simulate import predict, simulate
+from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
+from sim.simulate import ENGINES, predict, predict_all, predicted_speedup, simulate
 from sim.system import System
-from sim.trace import Operation, Round, Sequence, Source, Trace
+from sim.trace import Operation, Trace
+from sim.workload import Workload
 from tests.sim.strategies import batched
-from tests.sim.toy import markov, record_of, system_of, workload_of
+from tests.sim.toy import cut_at, markov, record_of, system_of, workload_of
 
 TABLE = OperationLatency(
     Operation.VERIFY, {1: ((0, 1.0), (100, 2.0)), 2: ((0, 5.0), (100, 5.0)), 4: ((0, 7.0), (100, 9.0))}, (0.9, 1.1)
@@ -44,7 +46,7 @@ def test_latency_refuses_what_was_not_measured(width, context, message):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_impossible_latencies_are_refused(value):
-    with pytest.raises(BadInput, match="must be finite and >= 0"):
+    with pytest.raises(BadInput, match="must be a finite number > 0"):
         OperationLatency(Operation.VERIFY, {1: ((0, value),)}, (1.0,))
 
 
@@ -110,18 +112,6 @@ def test_a_missing_or_broken_system_is_named(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- trace
 
 
-def two_prompts(seconds: tuple[float, float], tokens: tuple[int, int] = (11, 11)) -> Trace:
-    """Two sequences of one round each, which took the seconds given."""
-    trace = Trace(policy={"kind": "ar"}, workload={})
-    for index in range(2):
-        trace.sequences.append(Sequence(index, 3, tuple(range(tokens[index])), 0.0, 0.0, seconds[index], False))
-        emitted = tokens[index] - 1
-        trace.rounds.append(
-            Round(index, 0, Source.SYNCHRONOUS, emitted - 1, emitted - 1, emitted, 3, 0.0, seconds[index])
-        )
-    return trace
-
-
 def test_trace_round_trip(tmp_path):
     record = record_of(*markov(1), num_prompts=3, length=12, seed=1)
     trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload_of(record), system_of(record))
@@ -173,81 +163,7 @@ def test_perfetto_has_one_track_per_lane_and_every_span():
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
 
 
-# ------------------------------------------------------------------------------------------------------------- metrics
-
-
-def test_speedups_are_ratios_of_totals():
-    """AR took 10 + 10 s, SD 5 + 20 s for equal tokens: .8, not the mean of the ratios 2 and .5."""
-    ar, sd = two_prompts((10, 10)), two_prompts((5, 20))
-    assert metrics.speedup([sd], [ar]).value == pytest.approx(0.8)
-    assert metrics.tokens_per_s([ar]).value == pytest.approx(1.0)
-
-
-def test_four_acceptance_figures_are_kept_apart():
-    trace = Trace(policy={}, workload={}, sequences=[Sequence(0, 3, tuple(range(9)), 0, 0, 1, False)])
-    counts = [(4, 4, 5), (4, 1, 2), (4, 0, 1)]  # drafted, accepted, emitted
-    trace.rounds = [
-        Round(0, i, Source.SYNCHRONOUS, drafted, accepted, emitted, 3, 0, 1)
-        for i, (drafted, accepted, emitted) in enumerate(counts)
-    ]
-    assert metrics.mean_acceptance_length([trace]).value == pytest.approx(8 / 3)
-    assert metrics.accepted_per_round([trace]).value == pytest.approx(5 / 3)
-    assert metrics.accepted_over_drafted([trace]).value == pytest.approx(5 / 12)
-    assert metrics.acceptance_rate([trace]).value == pytest.approx(5 / 7)
-    assert metrics.survival_by_position([trace]) == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
-    assert metrics.accept_count_histogram([trace]) == {0: 1, 1: 1, 4: 1}
-
-
-def test_a_speculation_that_is_drafted_anew_was_found():
-    """Two rows whose rounds alternate in the trace; the second row's prepared speculations are dropped with the batch.
-
-    Look-ups: after the first rounds a miss and a hit that is not used, then, both after a miss, a hit each.
-    """
-    trace = Trace(policy={}, workload={}, sequences=[Sequence(i, 3, tuple(range(4)), 0, 0, 3, False) for i in (0, 1)])
-    sources = [
-        (Source.FIRST, Source.FIRST),
-        (Source.MISS, Source.REDRAFTED),
-        (Source.HIT, Source.HIT),
-        (Source.MISS, Source.REDRAFTED),
-    ]
-    trace.rounds = [
-        Round(row, index, source, 1, 0, 1, 3, index, index + 1)
-        for index, pair in enumerate(sources)
-        for row, source in enumerate(pair)
-    ]
-    assert metrics.hit_rate([trace]).value == pytest.approx(4 / 6)
-    by_source = metrics.hit_rate_by_source([trace])
-    assert by_source["after_miss"].value == pytest.approx(3 / 4)
-    assert by_source["after_hit"].value == pytest.approx(1 / 2)
-
-
-def test_repeats_of_one_prompt_do_not_narrow_the_interval():
-    """Ten repeats of the same outcome leave the interval over prompts as it was."""
-    trace = two_prompts((5, 20))
-    once, often = metrics.tokens_per_s([trace]), metrics.tokens_per_s([trace] * 10)
-    assert (once.value, once.low, once.high) == pytest.approx((often.value, often.low, often.high))
-
-
-def test_one_prompt_has_no_interval():
-    trace = replace(two_prompts((5, 20)))
-    trace.sequences, trace.rounds = trace.sequences[:1], trace.rounds[:1]
-    estimate = metrics.tokens_per_s([trace])
-    assert estimate.to_dict() == {"value": 2.0, "low": None, "high": None, "n": 1}
-
-
-def test_measured_figures_of_a_simulated_trace_match_its_expectation():
-    """300 prompts: hit rates by source and overlap of the trace against the recursion and the timeline's own times."""
-    record = record_of(*markov(1), num_prompts=300, length=20, seed=1)
-    system, workload = system_of(record), workload_of(record)
-    policy = SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1))
-    traces, expected = (
-        [simulate(policy, workload, system, seed) for seed in range(4)],
-        predict(policy, workload, system),
-    )
-    assert metrics.hit_rate(traces).value == pytest.approx(expected.hit_rate.value, abs=0.03)
-    for source, rate in metrics.hit_rate_by_source(traces).items():
-        assert rate.value == pytest.approx(expected.hit_rate_by_source[source].value, abs=0.03)
-    assert metrics.overlap(traces).value == pytest.approx(1.0), "a build of 6 ms hides behind a verification of 10 ms"
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -256,11 +172,11 @@ def test_measured_figures_of_a_simulated_trace_match_its_expectation():
         ({"contention": {"target": 0.1, "draft": 1.0}}, "contention.target: must be a finite number >= 1, got 0.1"),
         ({"contention": {"target": 1.0}}, "contention.draft: this key is missing"),
         ({"overlaps": "no"}, "overlaps: must be true or false"),
-        ({"latency": {"target.verify": {}}}, "must be as `saguaro fit` writes it"),
-        ({"latency": {"moon.verify": {}}}, "must be as `saguaro fit` writes it"),
-        ({"host_s": {"ar": "fast"}}, "must be as `saguaro fit` writes it"),
+        ({"latency": {"target.verify": {}}}, "latency.target.verify: .*knots_num_tokens_context_s: this key is"),
+        ({"latency": {"moon.verify": {}}}, r"latency.moon.verify: must be a lane \(target, draft\)"),
+        ({"host_s": {"ar": "fast"}}, "host_s.sd: this key is missing"),
         ({"host_s": {"ar": 0, "sd": 0, "hit": -0.1, "miss": 0}}, "host_s.hit: must be a finite number >= 0"),
-        ({"agreement": {}}, "must be as `saguaro fit` writes it"),
+        ({"agreement": {}}, "agreement.file: this key is missing"),
     ],
 )
 def test_a_system_with_impossible_entries_is_named(tmp_path, change, message):
@@ -298,3 +214,98 @@ def test_a_broken_trace_is_named(tmp_path, file, content, message):
         (tmp_path / file).write_bytes(content)
     with pytest.raises(BadInput, match=message):
         Trace.read(tmp_path)
+
+
+NOT_A_NUMBER = (True, "1", None, math.nan)
+
+
+@pytest.mark.parametrize("value", [*NOT_A_NUMBER, -1])
+@pytest.mark.parametrize("name", ["transfer_latency_s", "transfer_bytes_per_s", "distribution_bytes", "num_targets"])
+def test_a_placement_of_wrong_types_or_values_is_named(name, value):
+    with pytest.raises(BadInput, match=f"placement.{name}: must be "):
+        Placement(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("distribution_bytes", 4.0), ("num_draft_devices", 2.0), ("split", 3)])
+def test_a_placement_counts_in_integers(name, value):
+    with pytest.raises(BadInput, match=f"placement.{name}: must be "):
+        Placement(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("dataset", (None, 3)),
+        ("prompts", (None, "text", 3, (), ((1,), ()), (1, 2), ("ab",), ((1, True),), ((1.0,),), ((-1,),))),
+        ("max_new_tokens", (*NOT_A_NUMBER, 2.0, -1)),
+        ("batch_size", (*NOT_A_NUMBER, 2.0, 0)),
+        ("temperature", (*NOT_A_NUMBER, math.inf, -0.5)),
+        ("stop_ids", (None, 3, "3", ("3",), (True,), (math.nan,), (-1,))),
+    ],
+)
+def test_a_workload_of_wrong_types_or_values_is_named(name, values):
+    given = {"dataset": "toy", "prompts": ((1, 2),), "max_new_tokens": 4}
+    assert Workload(**given).identity()["batch_size"] == 1
+    for value in values:
+        with pytest.raises(BadInput, match=rf"workload.{name}(\[\d\])?: must "):
+            Workload(**given | {name: value})
+
+
+# ---------------------------------------------------------------------------------------------------------- predictions
+
+
+def test_other_stop_tokens_than_those_of_the_record_are_refused():
+    """Texts of the record end at token 5; under other rules they would be others."""
+    record = cut_at(record_of(*markov(1), num_prompts=4, length=12, seed=1), stop=5)
+    system, workload = system_of(record), workload_of(record)
+    assert workload.stop_ids == (5,)
+    message = r"workload.stop_ids: must be \[5\], those that end the texts of the agreement record, got \[\]"
+    without = replace(workload, stop_ids=())
+    for engine in ENGINES:
+        predict(Speculative(2), workload, system, engine=engine)
+        with pytest.raises(BadInput, match=message):
+            predict(Speculative(2), without, system, engine=engine)
+    for refused in (lambda: simulate(Autoregressive(), without, system), lambda: predict_all([], without, system)):
+        with pytest.raises(BadInput, match=message):
+            refused()
+
+
+def test_a_prediction_that_reached_its_ceiling_says_so_without_a_warning():
+    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    system, workload = system_of(record, residuals=(0.5, 1.5)), workload_of(record)
+    for engine in ("vectorized", "des"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prediction = predict(Speculative(2), workload, system, engine=engine, relative_half_width=1e-6, ceiling=20)
+        assert prediction.notes[0].startswith("20 replications, the ceiling, know tokens/s to")
+
+
+def test_tokens_per_s_are_those_of_one_target():
+    """Under AR two targets do not meet: each is as fast as one alone, and the prediction says that it is one's rate."""
+    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    one = system_of(record)
+    two = replace(one, placement=Placement(num_targets=2))
+    alone, shared = (predict(Autoregressive(), workload_of(record), s, engine="des") for s in (one, two))
+    assert shared.tokens_per_s.value == pytest.approx(alone.tokens_per_s.value)
+    assert (alone.notes, shared.notes) == ((), ("tokens/s are per target; 2 targets share the draft",))
+    assert [p.to_dict()["num_targets"] for p in (alone, shared)] == [1, 2]
+
+
+def test_prompts_of_a_batch_are_drawn_together():
+    """12 prompts by 2 and by 3: the smallest parts that neither cuts are two of 6; over two targets, dealt in turn,
+    batches of 3 hold prompts 0, 2, 4 and 1, 3, 5, and so on."""
+    record = record_of(*markov(1), num_prompts=12, length=12, seed=1)
+    system, workload = batched(system_of(record), 0.001), workload_of(record)
+    by_two, by_three = (
+        predict(Speculative(2), replace(workload, batch_size=b), system, engine="vectorized") for b in (2, 3)
+    )
+    assert (by_two.tokens_per_s.n, by_three.tokens_per_s.n) == (6, 4)
+    speedup = predicted_speedup(by_three, by_two)
+    assert speedup.n == 2
+    assert speedup.value == pytest.approx(by_three.tokens_per_s.value / by_two.tokens_per_s.value)
+    shared = replace(system, placement=Placement(num_targets=2))
+    dealt = predict(Speculative(2), replace(workload, batch_size=3), shared, engine="des", ceiling=2)
+    assert dealt.expectation.batch.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    other = predict(Speculative(2), workload_of(record.select(np.arange(3))), system_of(record.select(np.arange(3))))
+    with pytest.raises(BadInput, match=r"predicted_speedup: must be of the same prompts, got \[12, 3\]"):
+        predicted_speedup(by_two, other)

@@ -104,7 +104,7 @@ class Walk:
         source, context = law.drafting.source, int(self.replay.prompt_length[prompt]) + start - 1
         num_drafted = int(law.num_drafted[prompt, start])
         waiting_s = self.system.host_s[host_term(self.policy, source)]
-        if source is Source.SYNCHRONOUS or (source is Source.MISS and self.policy.drafts_in_the_open):
+        if self.policy.waits_for_draft(source):
             waiting_s += sum(self.op_s(Operation.DRAFT_STEP, 1, context + step) for step in range(num_drafted))
         message_s = outcome_s = 0.0
         if self.policy.speculation_length:
@@ -698,7 +698,7 @@ class SimulatedBatch:
 
     def waiting_s(self, found: np.ndarray) -> float:
         host_s = self.system.host_s[HostTerm.HIT if found.all() else HostTerm.MISS]
-        if found.all() or not self.policy.drafts_in_the_open:
+        if found.all() or not self.policy.waits_for_draft(Source.MISS):
             return host_s
         anew = self.size if self.policy.fallback is Fallback.DRAFT else self.size - int(found.sum())
         steps = range(self.policy.speculation_length)

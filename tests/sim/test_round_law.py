@@ -15,6 +15,7 @@ from sim.policy import Drafting, Fallback, Proposer, Speculative, SpeculativeSpe
 from sim.replay import Replay
 from sim.round_law import RoundLaw
 from sim.trace import Source
+from tests.sim.plain_rounds import plain_rounds
 from tests.sim.toy import cut_at, markov, record_of, scripted_record, workload_of
 
 
@@ -74,7 +75,7 @@ def test_samples_follow_the_law(temperature):
     policies += [ssd(3, 2, downweight=0.4)] if temperature else []
     for policy in policies:
         law = law_of(record, policy.drafting(Source.MISS))
-        rounds = law.sample(*uniforms)
+        rounds = law.sampler.sample(*uniforms)
         probabilities = [*law.ended, (law.ended * law.hits).sum(0)]
         seen = [*((rounds.num_accepted == k) for k in range(len(law.ended))), rounds.is_prepared]
         for probability, events in zip(probabilities, seen, strict=True):
@@ -84,12 +85,30 @@ def test_samples_follow_the_law(temperature):
         assert (abs(seen[0].mean(0) - moved) > 5 * np.sqrt(0.25 / num) + 3 / num).any(), "a law that is off by .05"
 
 
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(drafting=draftings(), seed=st.integers(0, 30), cap=st.integers(1, 12), variants=st.sampled_from(((), (3,))))
+def test_the_sampler_gives_the_rounds_of_the_definition(drafting, seed, cap, variants):
+    """Bit for bit, at every place where a round can start, with and without further axes."""
+    law = law_of(ragged_record(seed), drafting, cap)
+    uniforms = np.random.default_rng(seed).random((2, *variants, 4, 12))
+    sampled, plain = law.sampler.sample(*uniforms), plain_rounds(law, *uniforms)
+    np.testing.assert_array_equal(sampled.num_accepted, plain.num_accepted)
+    np.testing.assert_array_equal(sampled.is_prepared, plain.is_prepared)
+    assert sampled.num_accepted.shape == sampled.is_prepared.shape == (*variants, *law.left.shape)
+
+
+def test_accept_counts_of_long_speculations_fit():
+    """K = 300, all accepted."""
+    law = law_of(scripted_record(1.0, num_prompts=1, length=400), Speculative(300).drafting(Source.SYNCHRONOUS))
+    assert law.sampler.sample(*np.full((2, 1, 400), 0.5)).num_accepted[0, 1] == 300
+
+
 def test_equal_uniforms_are_equal_luck_under_every_policy():
     """A token is accepted or not by its own number, wherever the round began: the policies differ only in their law."""
     record = scripted_record(0.5, num_prompts=1, length=9)
     uniforms = np.random.default_rng(1).random((2, 1, 9))
     accepted = uniforms[0, 0] < 0.5
-    rounds = law_of(record, Speculative(3).drafting(Source.SYNCHRONOUS)).sample(*uniforms)
+    rounds = law_of(record, Speculative(3).drafting(Source.SYNCHRONOUS)).sampler.sample(*uniforms)
     for start in range(1, 9):
         run = next((n for n, yes in enumerate(accepted[start : start + 3]) if not yes), 3)
         assert rounds.num_accepted[0, start] == min(run, 9 - start - 1)
@@ -118,7 +137,7 @@ def test_a_stop_token_among_the_drafts_ends_the_sequence():
     assert law.ended[:, 0, 2].tolist() == [0.5, 0.25, 0.25, 0]
     assert law.ended[:, 0, 3].tolist() == [0.5, 0.5, 0, 0]
     assert [bool(law.goes_on(k)[0, 2]) for k in range(3)] == [True, False, False]
-    certain = law.sample(np.zeros((2, 1, 4)), np.zeros((2, 1, 4)))
+    certain = law.sampler.sample(np.zeros((2, 1, 4)), np.zeros((2, 1, 4)))
     assert certain.num_accepted[0, 0].tolist() == [3, 3, 2, 1]
 
 
@@ -199,7 +218,7 @@ def test_doubt_bounds_the_error_of_the_mean_hit_rate(policy, monkeypatch):
     for seed in range(12):
         whole, partial = (law_of(few_candidates(seed, M), drafting) for M in (None, 3))
         assert whole.doubt == 0
-        assert np.array_equal(whole.ended, partial.ended), "acceptance is known exactly"
+        assert np.allclose(whole.ended, partial.ended, rtol=0, atol=1e-14), "acceptance is known exactly"
         looked_up = np.stack([whole.ended[k] * whole.goes_on(k) for k in range(len(whole.ended))])[:, :, 1:]
         rates = [(looked_up * law.hits[:, :, 1:]).sum() / looked_up.sum() for law in (whole, partial)]
         assert abs(rates[0] - rates[1]) <= partial.doubt + 1e-12
@@ -210,7 +229,7 @@ def test_doubt_bounds_the_error_of_the_mean_hit_rate(policy, monkeypatch):
 def test_a_law_with_too_much_doubt_is_refused():
     """Pair 5: +-.026 with three candidates."""
     law = law_of(few_candidates(5, 3), ssd(3, 2, downweight=0.3).drafting(Source.HIT))
-    for ask in (lambda: law.doubt, lambda: law.hits, lambda: law.sample(*np.zeros((2, 1, 20, 12)))):
+    for ask in (lambda: law.doubt, lambda: law.hits, lambda: law.sampler):
         with pytest.raises(BadInput, match=r"hit rate at downweight 0\.3: must be known to within 0\.01; 3 candidates"):
             ask()
     with pytest.raises(BadInput, match="hit rate with a filler: must be known"):

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.controller import HillClimbing
 from sim.errors import BadInput
+from sim.hill_climbing import HillClimbing
 from sim.latency import LatencyModel
 from sim.load import ClosedLoop, OpenLoop, Poisson
 from sim.memory import Memory

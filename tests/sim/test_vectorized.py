@@ -26,6 +26,7 @@ from sim.round_times import BatchTimes, SoloTimes
 from sim.streams import Streams, outcome_uniforms, replication_seeds
 from sim.system import HostTerm, System, host_term
 from sim.trace import Lane, Operation, Source
+from tests.sim.plain_rounds import plain_rounds
 from tests.sim.toy import cut_at, markov, record_of, scripted_record, system_of, workload_of
 
 VERIFY, STEP = (Lane.TARGET, Operation.VERIFY), (Lane.DRAFT, Operation.DRAFT_STEP)
@@ -95,7 +96,7 @@ class PlainDecoder:
         uniforms = outcome_uniforms(self.replay, Streams.of(seed).outcomes)
         sources = (Source.HIT, Source.MISS) if self.is_ssd else (Source.SYNCHRONOUS,)
         self.laws = {source: RoundLaw(self.replay, policy.drafting(source)) for source in sources}
-        self.sampled = {source: law.sample(*uniforms) for source, law in self.laws.items()}
+        self.sampled = {source: plain_rounds(law, *uniforms) for source, law in self.laws.items()}
         num_prompts = self.replay.num_prompts
         self.seen = Decoded(np.zeros(num_prompts), np.zeros((2, num_prompts)), np.zeros((2, num_prompts)))
 

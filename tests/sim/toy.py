@@ -187,4 +187,5 @@ def workload_of(record: AgreementRecord, max_new_tokens: int | None = None) -> W
         prompts=((0,),),
         max_new_tokens=record.max_new_tokens if max_new_tokens is None else max_new_tokens,
         temperature=record.temperature,
+        stop_ids=tuple(record.identity["stop_ids"]),
     )
