@@ -91,6 +91,11 @@ class Agreement(ABC):
         return len(self.prompt_length)
 
     @property
+    def repeated_prompts(self) -> list[list[int]]:
+        """Groups of prompts that are one and the same, with the same text: they say nothing new about other prompts."""
+        return []
+
+    @property
     def temperature(self) -> float:
         return float(self.identity["temperature"])
 
@@ -161,6 +166,13 @@ class AgreementRecord(Agreement):
     @cached_property
     def lengths(self) -> IntArray:
         return np.bincount(self.prompt, minlength=self.num_prompts)
+
+    @cached_property
+    def repeated_prompts(self) -> list[list[int]]:
+        alike: dict[object, list[int]] = {}
+        for index, prompt in enumerate(self.prompt_tokens):
+            alike.setdefault((prompt, self.text(index)), []).append(index)
+        return [group for group in alike.values() if len(group) > 1]
 
     def text(self, prompt: int) -> tuple[int, ...]:
         return tuple(self.token[self.prompt == prompt].tolist())

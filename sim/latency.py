@@ -197,6 +197,8 @@ class LatencyModel:
             is_key = isinstance(key, tuple) and len(key) == 2 and key[0] in lanes and key[1] in kinds
             if not is_key or not isinstance(table, OperationLatency) or table.operation != key[1]:
                 raise BadInput("latency", "must map a lane and an operation to the latency of that operation", key)
+        in_words = {(Lane(lane), Operation(operation)): table for (lane, operation), table in tables.items()}
+        object.__setattr__(self, "operations", in_words)
 
     def __getitem__(self, key: tuple[Lane, Operation]) -> OperationLatency:
         if key not in self.operations:

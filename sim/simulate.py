@@ -26,6 +26,7 @@ from sim.workload import Workload
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 DeciderT = TypeVar("DeciderT", bound="Decider")  # a policy, a table of them, an adaptive choice
+FEWEST_TO_TRUST = 5  # prompts; a bootstrap over fewer says little about others
 ENGINES = ("exact", "vectorized", "des")
 
 
@@ -34,11 +35,11 @@ class Prediction(Generic[DeciderT]):
     """Predicted figures of one policy; intervals are bootstraps over the prompts of the agreement record, or over its
     batches where prompts are decoded together.
 
-    `tokens_per_s` is the throughput of one target: tokens over the time in which it decodes at least one prompt, in a
-    batch those of all rows. `num_targets` share the draft devices. `replications` says how well independent runs over
-    the same prompts know tokens/s, None for the exact engine. `notes` are what a reader must know: doubts that the
-    record leaves open, replications that ended too early, targets that the rate does not count. `expectation` has the
-    totals of each prompt behind the figures, and its batch.
+    Prompts that the record holds more than once count as one in them. `tokens_per_s` is the throughput of one target:
+    tokens over the time in which it decodes at least one prompt, in a batch those of all rows. `num_targets` share the
+    draft devices. `replications` says how well independent runs over the same prompts know tokens/s, None for the exact
+    engine. `notes` are what a reader must know: doubts that the record leaves open, replications that ended too early,
+    targets that the rate does not count. `expectation` has the totals of each prompt behind the figures, and its batch.
     """
 
     policy: DeciderT
@@ -50,6 +51,7 @@ class Prediction(Generic[DeciderT]):
     expectation: Expectation
     num_targets: int = 1
     replications: Rate | None = None
+    seed: int | None = None  # of the sampled engines
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Prediction(Generic[DeciderT]):
             "mean_acceptance_length": plain(self.mean_acceptance_length),
             "hit_rate": plain(self.hit_rate),
             "hit_rate_by_source": {source: plain(rate) for source, rate in self.hit_rate_by_source.items()},
+            "seed": self.seed,
             "replications": None if self.replications is None else self.replications.to_dict(),
             "notes": list(self.notes),
         }
@@ -114,7 +117,7 @@ def predict(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CeilingReached)  # a note says it
         expectation, rate = runs(one, workload, system, seed, relative_half_width, ceiling)
-    return _from_expectation(policy, expectation, engine, workload, system, rate)
+    return _from_expectation(policy, expectation, engine, workload, system, rate, seed)
 
 
 def predict_all(policies: Sequence[Policy], workload: Workload, system: System) -> list[Prediction[Policy]]:
@@ -133,13 +136,10 @@ def predicted_speedup(fast: Prediction[Any], slow: Prediction[Any]) -> Estimate:
     sizes = [len(e.num_tokens) for e in expectations]
     if sizes[0] != sizes[1]:
         raise BadInput("predicted_speedup", "must be of the same prompts", sizes)
-    groups = [
-        np.flatnonzero(batch == number).tolist()
-        for batch in (e.batch for e in expectations)
-        if batch is not None
-        for number in np.unique(batch)
-    ]
-    batch = np.array(list(joined(range(sizes[0]), groups).values()), dtype=np.int64)
+    batch = np.arange(sizes[0])
+    for e in expectations:
+        if e.batch is not None:
+            batch = _joined_batches(batch, _groups(e.batch))
     pairs = [(_by_batch(e.num_tokens, batch), _by_batch(e.seconds, batch)) for e in expectations]
     return ratio_of_rates(pairs[0], pairs[1])
 
@@ -214,8 +214,21 @@ def _by_batch(totals: FloatArray, batch: IntArray) -> FloatArray:
     return np.moveaxis(sums, 0, -1)
 
 
-def _notes(e: Expectation, num_targets: int, replications: Rate | None) -> tuple[str, ...]:
+def _joined_batches(batch: IntArray, groups: list[list[int]]) -> IntArray:
+    """The batch of each prompt once batches that share a group are one."""
+    return np.array(list(joined(range(len(batch)), [*_groups(batch), *groups]).values()), dtype=np.int64)
+
+
+def _groups(batch: IntArray) -> list[list[int]]:
+    return [np.flatnonzero(batch == number).tolist() for number in np.unique(batch)]
+
+
+def _notes(e: Expectation, num_drawn: int, system: System, replications: Rate | None) -> tuple[str, ...]:
+    """`num_drawn` are the prompts, or batches of them, that intervals draw from."""
     notes = list(e.notes)
+    num_targets = system.placement.num_targets
+    if 1 < num_drawn < FEWEST_TO_TRUST:
+        notes.append(f"intervals are over {num_drawn} prompts or batches only: too few to be trusted")
     if num_targets > 1:
         notes.append(f"tokens/s are per target; {num_targets} targets share the draft")
     if e.doubt:
@@ -233,8 +246,11 @@ def _from_expectation(
     workload: Workload,
     system: System,
     replications: Rate | None = None,
+    seed: int | None = None,
 ) -> Prediction[DeciderT]:
     batch = np.arange(len(e.num_tokens)) // workload.batch_size if e.batch is None else e.batch
+    if system.agreement.repeated_prompts:
+        batch = _joined_batches(batch, system.agreement.repeated_prompts)
     num_tokens, num_rounds, seconds, lookups, hits = (
         _by_batch(totals, batch) for totals in (e.num_tokens, e.num_rounds, e.seconds, e.num_lookups, e.num_hits)
     )
@@ -250,5 +266,6 @@ def _from_expectation(
         expectation=replace(e, batch=batch),
         num_targets=system.placement.num_targets,
         replications=replications,
-        notes=_notes(e, system.placement.num_targets, replications),
+        seed=seed,
+        notes=_notes(e, len(num_tokens), system, replications),
     )

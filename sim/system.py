@@ -24,8 +24,10 @@ from sim.policy import SCHEMA_KINDS, Policy, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 
 SCHEMA = 1
-REQUIRED = ("identity", "agreement", "host_s", "contention", "latency", "overlaps", "in_situ_residual_ratios")
+_IN_SITU = "in_situ_residual_ratios"
+REQUIRED = ("identity", "agreement", "host_s", "contention", "latency", "overlaps", _IN_SITU)
 OPTIONAL = ("schema", "placement", "memory")  # files of an earlier release lack the last two
+KindT = TypeVar("KindT", bound=StrEnum)
 FloatArray = NDArray[np.float64]
 InSitu = Mapping[tuple[Lane, Operation], tuple[float, ...]]  # equally likely ratios to the latency model's location
 
@@ -44,6 +46,9 @@ def host_term(policy: Policy, source: Source) -> HostTerm:
     if isinstance(policy, SpeculativeSpeculative):
         return HostTerm.HIT if source is Source.HIT else HostTerm.MISS
     return HostTerm.SPECULATIVE if policy.speculation_length else HostTerm.AUTOREGRESSIVE
+
+
+_PARTS = {"latency": LatencyModel, "agreement": Agreement, "placement": Placement, "memory": Memory}
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class System:
             "placement": self.placement.to_dict(),
             "memory": self.memory.to_dict(),
             "latency": self.latency.to_dict(),
-            "in_situ_residual_ratios": {
+            _IN_SITU: {
                 kind: {f"{lane.value}.{operation.value}": list(row) for (lane, operation), row in rows.items()}
                 for kind, rows in self.in_situ.items()
             },
@@ -181,6 +186,7 @@ class System:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any], agreement: Agreement) -> System:
+        seen = require_mapping(_IN_SITU, data[_IN_SITU], SCHEMA_KINDS)
         return cls(
             latency=LatencyModel.from_dict(data["latency"]),
             contention=data["contention"],
@@ -190,18 +196,8 @@ class System:
             overlaps=data["overlaps"],
             placement=Placement.from_dict(data.get("placement", {})),
             memory=Memory.from_dict(data.get("memory", {})),
-            in_situ={
-                kind: {
-                    lane_and_operation(f"in_situ_residual_ratios.{kind}", name): row
-                    for name, row in require_mapping(f"in_situ_residual_ratios.{kind}", rows).items()
-                }
-                for kind, rows in require_mapping("in_situ_residual_ratios", data["in_situ_residual_ratios"]).items()
-            },
+            in_situ={kind: _seen_in(f"{_IN_SITU}.{kind}", rows) for kind, rows in seen.items()},
         )
-
-
-_PARTS = {"latency": LatencyModel, "agreement": Agreement, "placement": Placement, "memory": Memory}
-KindT = TypeVar("KindT", bound=StrEnum)
 
 
 def _numbers(name: str, given: object, kinds: type[KindT], *, minimum: float) -> dict[KindT, float]:
@@ -210,13 +206,19 @@ def _numbers(name: str, given: object, kinds: type[KindT], *, minimum: float) ->
     return {kind: require_number(f"{name}.{kind.value}", values[kind], minimum) for kind in kinds}
 
 
+def _seen_in(name: str, rows: object) -> InSitu:
+    seen = {lane_and_operation(name, key): (key, row) for key, row in require_mapping(name, rows).items()}
+    return {place: checked_residuals(f"{name}.{key}", place[1], row) for place, (key, row) in seen.items()}
+
+
 def _checked_in_situ(name: str, rows: object, latency: LatencyModel) -> InSitu:
     checked = {}
     for key, residuals in require_mapping(name, rows).items():
         if key not in latency.operations:
             known = ", ".join(f"{lane.value}.{operation.value}" for lane, operation in latency.operations)
             raise BadInput(name, f"must be of operations whose latency is known: {known}", key)
-        checked[key] = checked_residuals(f"{name}.{key[0].value}.{key[1].value}", key[1], residuals)
+        lane, operation = Lane(key[0]), Operation(key[1])
+        checked[lane, operation] = checked_residuals(f"{name}.{lane}.{operation}", operation, residuals)
     return checked
 
 

@@ -219,3 +219,26 @@ def test_policies_are_compared_over_the_same_batches():
     assert tokens.tolist() == [3, 4] and seconds.tolist() == [2, 2]
     with pytest.raises(BadInput, match="traces: must be of the same prompts for every policy"):
         metrics.speedup([Trace({}, {}, alone.sequences[:3])], [two_targets()])
+
+
+def test_a_prompt_held_ten_times_counts_once():
+    """The interval is over different prompts; two of them, however often, are called too few."""
+    record = record_of(*markov(3), num_prompts=8, length=30, seed=4)
+    once = predict(Speculative(2), workload_of(record), system_of(record))
+    many = record.select(np.repeat(np.arange(8), 10))
+    repeated = predict(Speculative(2), workload_of(many), system_of(many))
+    for figure in ("value", "low", "high", "n"):
+        of_both = [getattr(prediction.tokens_per_s, figure) for prediction in (repeated, once)]
+        assert of_both[0] == pytest.approx(of_both[1])
+    assert repeated.notes == once.notes == ()
+    pair = record.select(np.array([0, 1, 0, 1]))
+    few = predict(Speculative(2), workload_of(pair), system_of(pair))
+    assert few.tokens_per_s.n == 2 and "too few to be trusted" in few.notes[0]
+
+
+def test_the_seed_of_a_sampled_prediction_is_shown():
+    record = record_of(*markov(3), num_prompts=8, length=30, seed=4)
+    system, workload = system_of(record), workload_of(record)
+    for engine, seed in (("exact", None), ("vectorized", 7)):
+        prediction = predict(Speculative(2), workload, system, engine=engine, seed=7)
+        assert prediction.seed == prediction.to_dict()["seed"] == seed

@@ -271,7 +271,7 @@ def test_other_stop_tokens_than_those_of_the_record_are_refused():
 
 
 def test_a_prediction_that_reached_its_ceiling_says_so_without_a_warning():
-    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    record = record_of(*markov(1), num_prompts=6, length=12, seed=1)
     system, workload = system_of(record, residuals=(0.5, 1.5)), workload_of(record)
     for engine in ("vectorized", "des"):
         with warnings.catch_warnings():
@@ -282,7 +282,7 @@ def test_a_prediction_that_reached_its_ceiling_says_so_without_a_warning():
 
 def test_tokens_per_s_are_those_of_one_target():
     """Under AR two targets do not meet: each is as fast as one alone, and the prediction says that it is one's rate."""
-    record = record_of(*markov(1), num_prompts=4, length=12, seed=1)
+    record = record_of(*markov(1), num_prompts=6, length=12, seed=1)
     one = system_of(record)
     two = replace(one, placement=Placement(num_targets=2))
     alone, shared = (predict(Autoregressive(), workload_of(record), s, engine="des") for s in (one, two))
