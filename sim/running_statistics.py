@@ -163,7 +163,9 @@ class RunningStatisticsController:
         lengths = self._lengths_to_probe()
         if not lengths or not self.config.exploration:
             return
-        probe = self._policy(lengths[self.num_probes % len(lengths)], sum(self.plan.fan_out(Source.HIT)), beliefs)
+        branches = sum(self.plan.fan_out(Source.HIT))  # below its budget where the list was cut
+        budget = next(budget for budget in self.config.budgets if budget >= branches) if branches else 0
+        probe = self._policy(lengths[self.num_probes % len(lengths)], budget, beliefs)
         cost_s = beliefs.pace(probe).seconds
         if not self.plan.speculation_length:
             cost_s = max(0.0, cost_s - beliefs.pace(self.plan).seconds)
