@@ -2,7 +2,9 @@
 
 Where every round of a row has one law given its source (`sim.parametric`), rows that wait for each other are followed
 by the number of rows, 0 to b, whose speculation came from the speculation cache. The chain is that of long texts: first
-rounds, rounds that the length cap shortens, and batches with fewer rows at the ends of texts are left out.
+rounds, rounds that the length cap shortens, and batches with fewer rows at the ends of texts are left out, so finite
+texts are slower. Times are means over all contexts of a text, at each of which they are taken or, to the error that
+`sim.mean_times.Refinement` states, interpolated.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from numpy.typing import NDArray
 from sim.agreement import Agreement
 from sim.errors import BadInput
 from sim.expectation import Expectation
-from sim.mean_times import Build, build_delays_s, context_knots
+from sim.mean_times import DRAFT_STEP, VERIFY, Build, Outcomes, Refinement, build_delays_s, draft_s
 from sim.policy import Drafting, Fallback, LateBuild, Policy, SpeculativeSpeculative
 from sim.replay import SOURCES, Replay
 from sim.system import HostTerm, System, host_term
-from sim.trace import Lane, Operation, Source
+from sim.trace import Source
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-LEFT_OUT = "steady state of long texts: first rounds and the ends of texts, where batches have fewer rows, are left out"
+LEFT_OUT = (
+    "steady state of long texts: batches that run half empty at the ends of texts are left out, so finite texts are"
+    " slower; engine vectorized says by how much"
+)
 
 
 def steady_state(policy: Policy, workload: Workload, system: System) -> Expectation:
@@ -74,40 +79,39 @@ class _RowLaw:
 
 
 class _Batch:
-    """Rows of one policy at work together; times are means over the contexts."""
+    """Rows of one policy at work together; times are means over the contexts, which count alike."""
 
     policy: Policy
 
     def __init__(self, policy: Policy, workload: Workload, system: System, contexts: IntArray) -> None:
         self.policy, self.system, self.size = policy, system, workload.batch_size
         self.sampled = policy.drafting(Source.HIT).is_sampled(workload.temperature)
-        self.contexts = context_knots(contexts)
+        self.contexts = contexts
 
     def draft_s(self, rows: int) -> float:
         """Mean time of K draft steps of so many rows."""
-        K = self.policy.speculation_length
-        return self.mean([self.system.draft_samples_s(K, at, rows).mean() for at in self.contexts.tolist()])
+        K, shares = self.policy.speculation_length, self.system.placement.shares_of_rows(rows)
+        if len(shares) == 1:
+            return float(draft_s(self.system, K, self.contexts, rows).mean())
 
-    def verify_samples_s(self, num_drafted: int, *, beside: bool) -> FloatArray:
-        """(contexts, num_residuals) equally likely durations of a verification of so many draft tokens of all rows."""
-        width, verify = num_drafted / self.size + 1, (Lane.TARGET, Operation.VERIFY)
-        samples_s = [
-            self.system.samples_s(*verify, width, at, beside=beside, batch_size=self.size)
-            for at in self.contexts.tolist()
-        ]
-        return np.stack(samples_s)
+        def at(_row: IntArray, places: IntArray) -> FloatArray:
+            contexts = self.contexts[places].tolist()
+            return np.array([[self.system.draft_samples_s(K, context, rows).mean() for context in contexts]])
+
+        table = self.system.latency[DRAFT_STEP]
+        corners = [bend - step for share in set(shares) for bend in table.bends(1, share) for step in range(K)]
+        scale = 1 / self.verify_s(K * self.size, beside=False)
+        return float(Refinement(self.contexts, [corners], scale[None, None], at).everywhere().mean())
+
+    def verify_s(self, num_drafted: int, *, beside: bool) -> FloatArray:
+        """(contexts,) mean time of a verification of so many draft tokens of all rows."""
+        width = num_drafted / self.size + 1
+        return self.system.mean_s(*VERIFY, width, self.contexts, beside=beside, batch_size=self.size)
 
     def message_s(self, num_drafted: int) -> float:
         """Time of the messages of a round: the speculations of all rows to the target, their outcomes back."""
         placement = self.system.placement
         return placement.speculation_s(num_drafted, sampled=self.sampled) + placement.outcome_s(self.size)
-
-    def mean(self, by_context: FloatArray | list[float]) -> float:
-        """Over the texts, by values at the contexts' knots, between which it is linear."""
-        values, span = np.asarray(by_context, dtype=float), self.contexts[-1] - self.contexts[0]
-        if span == 0:
-            return float(values[0])
-        return float((np.diff(self.contexts) * (values[1:] + values[:-1])).sum() / (2 * span))
 
     def in_steady_state(self, tokens: float, seconds: float, lookups: FloatArray, hits: FloatArray) -> Expectation:
         """A round of one row, by what a round of the batch takes; look-ups and hits by source."""
@@ -128,7 +132,7 @@ class _EqualRounds(_Batch):
         row = _RowLaw.of(self.system.agreement, self.policy.drafting(Source.SYNCHRONOUS))
         num_drafted = row.num_drafted * self.size
         seconds = self.system.host_s[host_term(self.policy, Source.SYNCHRONOUS)]
-        seconds += self.mean(self.verify_samples_s(num_drafted, beside=False).mean(1))
+        seconds += float(self.verify_s(num_drafted, beside=False).mean())
         if num_drafted:
             seconds += self.message_s(num_drafted) + self.draft_s(self.size) + self._unfed_s(row.all_accepted)
         return self.in_steady_state(row.tokens, seconds, np.zeros(2), np.zeros(2))
@@ -144,12 +148,10 @@ class _EqualRounds(_Batch):
     def _first_step_s(self, share: float) -> float:
         """Of how much longer than one token of each row takes the share of rows that feed two, in seconds."""
         two_s, one_s = (
-            self.system.mean_s(
-                Lane.DRAFT, Operation.DRAFT_STEP, 1 + more, self.contexts - more, beside=False, batch_size=self.size
-            )
+            self.system.mean_s(*DRAFT_STEP, 1 + more, self.contexts - more, beside=False, batch_size=self.size)
             for more in (share, 0.0)
         )
-        return self.mean(two_s - one_s)
+        return float((two_s - one_s).mean())
 
 
 class _PreparedRounds(_Batch):
@@ -190,9 +192,8 @@ class _PreparedRounds(_Batch):
         """Mean time from the start of a verification to that of the next."""
         num_drafted = sum(row.num_drafted * num for row, num in zip(self.rows, (hits, self.size - hits), strict=True))
         build, message_s = self._build(hits), self.message_s(num_drafted)
-        verify_s = self.verify_samples_s(num_drafted, beside=build is not None)
-        needed_s, unneeded_s = self._delays_s(build, verify_s + message_s)
-        seconds = self.mean(verify_s.mean(1)) + message_s
+        needed_s, unneeded_s = self._delays_s(build, num_drafted / self.size + 1, message_s)
+        seconds = float(self.verify_s(num_drafted, beside=build is not None).mean()) + message_s
         for found, chance in enumerate(looked_up):
             if chance > 0:
                 seconds += chance * (needed_s if self._is_needed(found) else unneeded_s)
@@ -214,13 +215,15 @@ class _PreparedRounds(_Batch):
         num_branches = sum(row.num_branches * num for row, num in building) / total
         return Build(num_drafted, self.policy.speculation_length, total), num_branches
 
-    def _delays_s(self, build: tuple[Build, float] | None, outcomes_s: FloatArray) -> tuple[float, float]:
-        """Mean delay by a build that a row needs, and by one that no row needs."""
+    def _delays_s(self, build: tuple[Build, float] | None, width: float, message_s: float) -> tuple[float, float]:
+        """Mean delay by a build that a row needs, and by one that no row needs, beside a verification of that width."""
         if build is None:
             return 0.0, 0.0
+        outcomes = Outcomes.of_verification(self.system, width, self.contexts, message_s, self.size)
         abandons = self.policy.on_late_build is LateBuild.ABANDON
-        found = build_delays_s(self.system, build[0], [build[1]], self.contexts, outcomes_s, abandons=abandons)
-        return self.mean(found[0, 0]), self.mean(found[1, 0])
+        found = build_delays_s(self.system, build[0], [build[1]], self.contexts, outcomes, abandons=abandons)
+        needed_s, unneeded_s = found[:, 0].mean(1)
+        return float(needed_s), float(unneeded_s)
 
     def _waiting_s(self, found: int) -> float:
         """Host time and draft steps between the outcomes and the next verification, if `found` look-ups hit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,13 @@ class OperationLatency:
             raise BadInput(f"latency of {self.operation.value} at {width} tokens", rule, int(outside.flat[0]))
         return np.interp(wanted, contexts, locations)
 
+    def bends(self, num_tokens: float, batch_size: int = 1) -> list[int]:
+        """Contexts at which the slope of the location over the context changes, ascending."""
+        all_rows = set(self._around("number of rows", sorted({1, *self.batched}), batch_size))
+        tables = [self.knots if rows == 1 else self.batched[rows] for rows in all_rows]
+        at = [row[n] for row in tables for n in set(self._around("number of tokens", sorted(row), num_tokens))]
+        return sorted({context for knots in at for context in _bends(knots)})
+
     def mean_s(self, num_tokens: float, context: ArrayLike, batch_size: int = 1) -> FloatArray:
         return self.location_s(num_tokens, context, batch_size) * self.mean_residual
 
@@ -138,6 +146,12 @@ class OperationLatency:
     def _sums_of_residuals(self) -> dict[int, FloatArray]:
         """By number of operations."""
         return {}
+
+
+def _bends(knots: Knots) -> list[int]:
+    slopes = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(knots)]
+    between = zip(knots[1:-1], pairwise(slopes), strict=True)
+    return [context for (context, _), pair in between if not math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-15)]
 
 
 def _checked_table(name: str, operation: Operation, table: object) -> dict[int, Knots]:

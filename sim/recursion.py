@@ -17,7 +17,7 @@ from sim.agreement import Agreement
 from sim.batch_chain import steady_state
 from sim.errors import BadInput
 from sim.expectation import Expectation
-from sim.mean_times import NUM_CONTEXT_KNOTS, BuildDelays, RoundTimes, second_unfed_s
+from sim.mean_times import BuildDelays, RoundTimes, second_unfed_s
 from sim.parametric import ParametricAgreement
 from sim.policy import Autoregressive, Drafting, LateBuild, Policy, Proposer, Speculative, SpeculativeSpeculative
 from sim.replay import SOURCES, Replay
@@ -26,7 +26,7 @@ from sim.system import System
 from sim.trace import Source
 from sim.workload import Workload
 
-__all__ = ["NUM_CONTEXT_KNOTS", "Expectation", "expectations", "outcome_hit_mass"]
+__all__ = ["Expectation", "expectations", "outcome_hit_mass"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
