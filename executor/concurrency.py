@@ -35,7 +35,7 @@ class SerialDraft:
     """The draft role in this process: a build runs before the verification, nothing overlaps."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._service = DraftService(model, interrupted=lambda: True)
+        self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
         self._result: Any = None
 
     def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:

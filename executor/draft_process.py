@@ -21,7 +21,7 @@ from executor.pairs import Pair
 from executor.sequence import Request
 from executor.speculation_cache import Speculation
 from sim.errors import BadInput, RunFailed
-from sim.policy import Speculative, SpeculativeSpeculative
+from sim.policy import Proposer, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source, Span
 
 _STOP_TIMEOUT_S = 5.0
@@ -101,8 +101,8 @@ class ProcessDraft:
 
 _ROUND, _CALL, _ANSWER, _FAULT = b"R", b"C", b"A", b"F"
 _REQUEST = struct.Struct("<3q")  # accepted, bonus token, remaining
-_REPLY = struct.Struct("<3q")  # source, draft tokens, vocabulary (0: no distributions)
-_SOURCES = tuple(Source)
+_REPLY = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
+_SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
 
 
 def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
@@ -111,7 +111,8 @@ def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; it closes the pipe
     try:
         threads = pin(core)
-        service = DraftService(pair.load("draft", dtype), interrupted=channel.is_ready)
+        model = pair.load("draft", dtype)
+        service = DraftService(model, interrupted=channel.is_ready, upcoming=lambda: _upcoming(channel))
         _answer(channel, {"pid": os.getpid(), "core": core, "threads": threads})
         while True:
             _serve_one(channel, service, channel.receive())
@@ -122,6 +123,17 @@ def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
         _fail(channel, BadInput, name, rule)
     except Exception:
         _fail(channel, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
+
+
+def _upcoming(channel: Channel) -> tuple[Outcome, ...] | None:
+    """What the next request brings, see `speculator.Upcoming`."""
+    message = channel.peek()
+    if message is None:
+        return None
+    if message[:1] != _ROUND:
+        return ()
+    num_accepted, bonus_token, _ = _REQUEST.unpack_from(message, 1)
+    return (Outcome(num_accepted, bonus_token),)
 
 
 def _serve_one(channel: Channel, service: DraftService, message: bytes) -> None:
@@ -148,19 +160,20 @@ def _fail(channel: Channel, error_type: type[Exception], *args: str) -> None:
 def _pack_speculation(speculation: Speculation) -> bytes:
     probs = speculation.draft_probs
     vocab_size = 0 if probs is None else probs.shape[-1]
-    header = _REPLY.pack(_SOURCES.index(speculation.source), len(speculation.tokens), vocab_size)
+    origin = _SOURCES.index(speculation.source), _PROPOSERS.index(speculation.proposer)
+    header = _REPLY.pack(*origin, len(speculation.tokens), vocab_size)
     body = header + np.asarray(speculation.tokens, dtype=np.int64).tobytes()
     return body if probs is None else body + probs.numpy().tobytes()
 
 
 def _unpack_speculation(body: bytes) -> Speculation:
-    source, num_tokens, vocab_size = _REPLY.unpack_from(body)
+    source, proposer, num_tokens, vocab_size = _REPLY.unpack_from(body)
     tokens = np.frombuffer(body, dtype=np.int64, count=num_tokens, offset=_REPLY.size)
     probs = None
     if vocab_size:
         flat = np.frombuffer(bytearray(body), dtype=np.float64, offset=_REPLY.size + tokens.nbytes)
         probs = torch.from_numpy(flat).view(num_tokens, vocab_size)
-    return Speculation(_SOURCES[source], tuple(tokens.tolist()), probs)
+    return Speculation(_SOURCES[source], tuple(tokens.tolist()), probs, _PROPOSERS[proposer])
 
 
 def pin(core: int) -> int:

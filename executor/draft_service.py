@@ -14,18 +14,20 @@ from executor.latency_cells import DraftCell, measure_draft
 from executor.recorder import Recorder
 from executor.sequence import Request
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator
+from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
 from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Outcome, Span
 
 
 class DraftService:
-    """Holds the draft model. `interrupted` tells an endless job that the next request has arrived."""
+    """Holds the draft model. `interrupted` tells an endless job that the next request has arrived, `upcoming` an
+    unfinished build what it is."""
 
-    def __init__(self, model: LanguageModel, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, model: LanguageModel, interrupted: Callable[[], bool], upcoming: Upcoming) -> None:
         self.model = model
         self._recorder = Recorder(Lane.DRAFT)
         self._interrupted = interrupted
+        self._upcoming = upcoming
 
     # ------------------------------------------------------------------------------------------------- decoding
 
@@ -37,7 +39,7 @@ class DraftService:
         if isinstance(policy, Speculative):
             self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
         else:
-            self._speculator = CachingSpeculator(policy, drafter, self._recorder)
+            self._speculator = CachingSpeculator(policy, drafter, self._recorder, self._upcoming)
 
     def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
         return self._speculator.speculate(outcome, remaining)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from executor.draws import Draws, Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import by_rank, draw, process
+from executor.sampling import by_rank, down_weight, draw, process, uniform_tokens
 from executor.speculation_cache import Speculation, SpeculationCache
-from sim.trace import Operation, Outcome, Source
+from sim.policy import Drafting
+from sim.trace import Operation, Outcome
 
 
 class Drafter:
@@ -44,7 +45,7 @@ class Drafter:
             num_kept += 1
         self.model.roll_back(num_kept)
 
-    def draft(self, num_tokens: int, source: Source) -> Speculation:
+    def draft(self, num_tokens: int, drafting: Drafting) -> Speculation:
         """`num_tokens` draft tokens one after another: that many DRAFT_STEPs."""
         uniforms = self._uniforms(Purpose.DRAFT, num_tokens)
         steps: list[tuple[Tensor, Tensor | None]] = []
@@ -52,21 +53,36 @@ class Drafter:
         for position in range(num_tokens):
             with self._recorder.span(Operation.DRAFT_STEP, num_tokens=len(unfed), context=self.model.length):
                 logits = self.model.append(unfed, num_logits=1)
-                steps.append(self._sample(logits, uniforms[position : position + 1]))
+                steps.append(self._sample(logits, uniforms[position : position + 1], drafting, position))
                 unfed = steps[-1][0].tolist()
         tokens = tuple(int(token) for token, _ in steps)
         rows = [probs for _, probs in steps if probs is not None]
-        return Speculation(source, tokens, torch.cat(rows) if rows else None)
+        return Speculation(drafting.source, tokens, torch.cat(rows) if rows else None)
 
-    def build(self, drafted: Sequence[int], fan_out: Sequence[int], speculation_length: int) -> SpeculationCache:
-        """Prepare a speculation of `speculation_length` tokens for each likely outcome of verifying `drafted`.
+    def filler(self, num_tokens: int) -> tuple[int, ...]:
+        """`num_tokens` tokens drawn uniformly from the vocabulary, at any temperature."""
+        uniforms = self._draws.uniforms(Purpose.FILLER, self._recorder.round, num_tokens)
+        return tuple(uniform_tokens(uniforms, self.model.vocab_size).tolist())
 
-        `fan_out[k]` bonus tokens for accept count k = 0 .. len(drafted). One GLUE pass, then `speculation_length`
-        TREE_STEPs over all branches at once; afterwards the KV cache holds the committed tokens and `drafted`.
+    def build(
+        self,
+        drafted: Sequence[int],
+        fan_out: Sequence[int],
+        prepared: Drafting,
+        is_needed: Callable[[SpeculationCache], bool] | None = None,
+    ) -> SpeculationCache:
+        """Prepare a speculation, as `prepared` says, for each likely outcome of verifying `drafted`.
+
+        `fan_out[k]` bonus tokens for accept count k = 0 .. len(drafted). One GLUE pass, then a TREE_STEP over all
+        branches at once for each token of a speculation; afterwards the KV cache holds the committed tokens and
+        `drafted`. `is_needed` is asked before each TREE_STEP, told of the outcomes; where it says no the rest is
+        dropped.
         """
         outcomes = self._glue(drafted, fan_out)
+        without_steps = SpeculationCache(outcomes)
         if not outcomes:
-            return SpeculationCache()
+            return without_steps
+        speculation_length = prepared.num_drafted
         num_slots = self.model.length
         num_branches = len(outcomes)
         positions = torch.tensor([len(self.committed) + outcome.num_accepted for outcome in outcomes])
@@ -76,11 +92,14 @@ class Drafter:
         tokens = torch.tensor([outcome.bonus_token for outcome in outcomes])
         steps: list[tuple[Tensor, Tensor | None]] = []
         for step in range(speculation_length):
+            if is_needed is not None and not is_needed(without_steps):
+                self.model.roll_back(num_slots)
+                return without_steps
             context = self.model.length
             with self._recorder.span(Operation.TREE_STEP, num_tokens=num_branches, context=context):
                 visible = mask[..., : context + num_branches]
                 logits = self.model.append_branches(tokens, positions + step, visible)
-                steps.append(self._sample(logits, uniforms[:, step]))
+                steps.append(self._sample(logits, uniforms[:, step], prepared, step))
                 tokens = steps[-1][0]
         self.model.roll_back(num_slots)
         return SpeculationCache(outcomes, steps)
@@ -93,11 +112,19 @@ class Drafter:
             logits = self.model.append(unfed, num_logits=len(drafted) + 1)
             return likely_outcomes(logits, drafted, fan_out)
 
-    def _sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(n, V) logits, (n,) uniform numbers -> (n,) tokens and the (n, V) distributions, None at temperature 0."""
+    def _sample(
+        self, logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """(n, V) logits, (n,) uniform numbers -> (n,) tokens and the (n, V) distributions, None at temperature 0.
+
+        The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says.
+        """
         if self._temperature == 0:
             return logits.argmax(-1), None
         probs = process(logits, self._temperature)
+        num_downweighted = drafting.num_downweighted(draft_index)
+        if num_downweighted:
+            probs = down_weight(probs, logits, num_downweighted, drafting.downweight)
         return draw(probs, uniforms), probs
 
     def _uniforms(self, purpose: Purpose, num: int) -> Tensor:

@@ -9,11 +9,9 @@ from executor.concurrency import Runner
 from executor.loops import autoregressive, speculative, speculative_speculative
 from executor.sequence import OpenSequence, Request
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Fallback, LateBuild, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
-
-RUN_FALLBACKS = (Fallback.DRAFT, Fallback.DRAFT_MISSING, Fallback.NONE)  # with one sequence the first two are one
 
 
 def execute(
@@ -71,19 +69,13 @@ def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
 
 
 def check_runs(policy: Policy, workload: Workload) -> None:
-    """Raises `BadInput` on what the simulator plans and the executor does not run."""
+    """Raises `BadInput` on what the executor cannot run, or what would mean nothing."""
     if workload.batch_size != 1:
         raise BadInput(
             "workload.batch_size", "must be 1: the executor decodes one sequence at a time", workload.batch_size
         )
-    if isinstance(policy, SpeculativeSpeculative):
-        if policy.fallback not in RUN_FALLBACKS:
-            rule = f"the executor runs {', '.join(RUN_FALLBACKS)}"
-            raise BadInput("fallback", rule, policy.fallback.value)
-        if policy.downweight != 1:
-            raise BadInput("downweight", "the executor samples from the draft as it is: must be 1", policy.downweight)
-        if policy.on_late_build is not LateBuild.WAIT:
-            raise BadInput("on_late_build", "the executor waits for a late build", policy.on_late_build.value)
+    if isinstance(policy, SpeculativeSpeculative) and policy.downweight != 1 and workload.temperature == 0:
+        raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
 def _decode(policy: Policy, request: Request, runner: Runner, trace: Trace) -> Sequence:

@@ -16,7 +16,7 @@ from executor.speculation_cache import Speculation
 from executor.speculator import CachingSpeculator
 from executor.target import Target
 from sim.latency import LatencySample
-from sim.policy import Fallback, SpeculativeSpeculative, uniform_fan_out
+from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
 from sim.trace import Lane, Operation, Outcome, Source, Span
 
 SEED = 0  # of the random tokens that fill the contexts
@@ -139,19 +139,23 @@ def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter
 def _draft_step(drafter: Drafter, cell: DraftStepCell) -> None:
     drafter.committed = list(_tokens(cell.context + cell.num_tokens, drafter.model.vocab_size))
     drafter.model.roll_back(cell.context)
-    drafter.draft(1, Source.SYNCHRONOUS)
+    drafter.draft(1, _drafting(1))
 
 
 def _build(drafter: Drafter, cell: BuildCell) -> None:
     tokens = _tokens(cell.context + 1 + cell.num_drafted, drafter.model.vocab_size)
     drafter.committed = list(tokens[: cell.context + 1])
     fan_out = uniform_fan_out(cell.num_drafted, cell.num_branches)
-    drafter.build(tokens[cell.context + 1 :], fan_out, cell.num_steps)
+    drafter.build(tokens[cell.context + 1 :], fan_out, _drafting(cell.num_steps))
+
+
+def _drafting(num_tokens: int) -> Drafting:
+    return Drafting(Proposer.DRAFT_MODEL, num_tokens, (), Source.SYNCHRONOUS)
 
 
 def _look_up(model: LanguageModel, recorder: Recorder, cell: LookupCell) -> None:
     policy = SpeculativeSpeculative(1, (0, 0), (cell.num_branches,), Fallback.NONE)
-    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder)
+    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder, upcoming=lambda: None)
     speculator.speculate(Outcome(0, 0), remaining=8)
     speculator.prepare()
     speculator.speculate(Outcome(0, 0), remaining=7)

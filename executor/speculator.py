@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from executor.drafting import Drafter
 from executor.fallback import fall_back
 from executor.recorder import Recorder
 from executor.speculation_cache import Speculation, SpeculationCache
-from sim.policy import Speculative, SpeculativeSpeculative
+from sim.policy import LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
+
+
+# What the next request brings: None while there is none, an outcome, or () if the sequence is over.
+Upcoming = Callable[[], Sequence[Outcome] | None]
 
 
 class SynchronousSpeculator:
@@ -23,7 +29,8 @@ class SynchronousSpeculator:
         """The next round's speculation; `remaining` tokens may still be emitted. The prefill's outcome comes first."""
         self._recorder.round += 1
         self._drafter.commit((*self._drafted[: outcome.num_accepted], outcome.bonus_token))
-        speculation = self._drafter.draft(min(self._policy.speculation_length, remaining - 1), Source.SYNCHRONOUS)
+        num_tokens = min(self._policy.speculation_length, remaining - 1)
+        speculation = self._drafter.draft(num_tokens, self._policy.drafting(Source.SYNCHRONOUS))
         self._drafted = speculation.tokens
         return speculation
 
@@ -34,7 +41,10 @@ class SynchronousSpeculator:
 class CachingSpeculator:
     """SSD: answers from the speculation cache or the fallback; builds the next cache while the target verifies."""
 
-    def __init__(self, policy: SpeculativeSpeculative, drafter: Drafter, recorder: Recorder) -> None:
+    def __init__(
+        self, policy: SpeculativeSpeculative, drafter: Drafter, recorder: Recorder, upcoming: Upcoming
+    ) -> None:
+        self._upcoming = upcoming
         self._policy = policy
         self._drafter = drafter
         self._recorder = recorder
@@ -49,7 +59,7 @@ class CachingSpeculator:
         if speculation is None:
             source = Source.FIRST if self._cache is None else Source.MISS
             num_tokens = min(self._policy.speculation_length, remaining - 1)
-            speculation = fall_back(self._policy.fallback, self._drafter, num_tokens, source)
+            speculation = fall_back(self._policy.fallback, self._drafter, num_tokens, self._policy.drafting(source))
         self._speculation = speculation.first(remaining - 1)
         self._remaining = remaining
         return self._speculation
@@ -72,7 +82,13 @@ class CachingSpeculator:
         fan_out = self._policy.fan_out(source)[: len(drafted) + 1]
         # Without branches only a hit leaves draft tokens that the draft model never fed.
         if sum(fan_out) > 0 or source is Source.HIT:
-            self._cache = self._drafter.build(drafted, fan_out, self._policy.speculation_length)
+            is_needed = self._is_needed if self._policy.on_late_build is LateBuild.ABANDON else None
+            self._cache = self._drafter.build(drafted, fan_out, self._policy.drafting(Source.HIT), is_needed)
+
+    def _is_needed(self, cache: SpeculationCache) -> bool:
+        """Whether to go on with a build: the outcome is unknown, or prepared."""
+        outcomes = self._upcoming()
+        return outcomes is None or any(outcome in cache for outcome in outcomes)
 
 
 Speculator = SynchronousSpeculator | CachingSpeculator

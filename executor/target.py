@@ -8,7 +8,7 @@ from torch import Tensor
 from executor.draws import Draws, Purpose
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import draw, process, verify, verify_greedy
+from executor.sampling import draw, process, stated_probs, verify, verify_greedy
 from executor.speculation_cache import Speculation
 from sim.trace import Operation, Outcome
 
@@ -58,12 +58,15 @@ class Target:
         self._require_finite(target_probs[:, 0])
         if not drafted:
             return 0, int(draw(target_probs[0], self._uniforms(Purpose.BONUS)[0]))
-        assert speculation is not None and speculation.draft_probs is not None
-        self.num_bad_draft_rows += int(speculation.draft_probs[:, 0].isnan().sum())
+        assert speculation is not None
+        draft_tokens, draft_probs = torch.tensor(drafted), speculation.draft_probs
+        if draft_probs is None:
+            draft_probs = stated_probs(speculation.proposer, draft_tokens, self.model.vocab_size)
+        self.num_bad_draft_rows += int(draft_probs[:, 0].isnan().sum())
         num_accepted, bonus_token = verify(
             target_probs,
-            torch.tensor(drafted),
-            speculation.draft_probs,
+            draft_tokens,
+            draft_probs,
             accept_uniforms=self._uniforms(Purpose.ACCEPT, len(drafted)),
             residual_uniform=self._uniforms(Purpose.RESIDUAL)[0],
             bonus_uniform=self._uniforms(Purpose.BONUS)[0],

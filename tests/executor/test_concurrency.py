@@ -12,7 +12,7 @@ from executor.execute import execute
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency
 from sim.errors import BadInput
 from sim.metrics import overlap
-from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Workload
 from tests.executor.tiny_models import prompts
@@ -23,6 +23,7 @@ POLICIES = [
     SpeculativeSpeculative(4, (2,) * 5, (3,) * 5),
     SpeculativeSpeculative(4, (2,) * 5, (8,), Fallback.NONE),
     SpeculativeSpeculative(1, (0, 0), (0, 0)),
+    *(SpeculativeSpeculative(4, (2,) * 5, (1,) * 5, fallback) for fallback in (Fallback.NGRAM, Fallback.FILLER)),
 ]
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
 
@@ -51,6 +52,21 @@ def test_two_processes_decode_what_one_decodes(policy, temperature, two_processe
     ]
     # The build beside the last verification may still run when the sequence is over; it is finished and recorded too.
     assert operations[0] == operations[1]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_abandoned_builds_and_down_weighting_decode_what_one_process_decodes(
+    temperature, two_processes, tiny_serial
+) -> None:
+    """How much of a build is run is a matter of time; what is decoded is not."""
+    downweight = 0.5 if temperature else 1.0
+    policy = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5, downweight=downweight, on_late_build=LateBuild.ABANDON)
+    rules = Workload("test", prompts(3, 9), 32, temperature, stop_ids=(17,))
+    together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
+    assert together.digest() == alone.digest()
+    steps = [sum(s.operation is Operation.TREE_STEP for s in trace.spans) for trace in (together, alone)]
+    assert steps[0] <= steps[1]
 
 
 @needs_two_cores
