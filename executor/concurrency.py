@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +21,12 @@ from executor.draft_service import DraftService
 from executor.language_model import LanguageModel
 from executor.pairs import DTYPES, Pair
 from executor.recorder import Recorder
-from executor.sequence import Request
+from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Outcome, Span
+from sim.trace import Lane, Span
 
 CONCURRENCY_KINDS = ("auto", "processes", "serial")
 
@@ -38,16 +38,16 @@ class SerialDraft:
         self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
         self._result: Any = None
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
-        self._service.begin(policy, request)
+    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+        self._service.begin(policy, requests)
 
     def wait(self) -> None:
         """`begin` has waited."""
 
-    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
-        speculation = self._service.speculate(outcome, remaining)
+    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+        speculations = self._service.speculate(verified)
         self._service.prepare()
-        return speculation
+        return speculations
 
     def spans(self) -> list[Span]:
         return self._service.spans()

@@ -8,6 +8,7 @@ import pickle
 import signal
 import struct
 import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from executor.channel import Channel
 from executor.draft_service import DraftService
 from executor.pairs import Pair
-from executor.sequence import Request
+from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from sim.errors import BadInput, RunFailed
 from sim.policy import Proposer, Speculative, SpeculativeSpeculative
@@ -47,15 +48,15 @@ class ProcessDraft:
         """The child has loaded its model; `placement` is what it read back about itself."""
         self.placement = self.result()
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
-        self.start("begin", policy, request)
+    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+        self.start("begin", policy, requests)
 
     def wait(self) -> None:
         self.result()
 
-    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
-        self._send(_ROUND + _REQUEST.pack(outcome.num_accepted, outcome.bonus_token, remaining))
-        return _unpack_speculation(self._receive())
+    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+        self._send(_ROUND + _pack_verified(verified))
+        return dict(zip(verified, _unpack_speculations(self._receive(), len(verified)), strict=True))
 
     def spans(self) -> list[Span]:
         self.start("spans")
@@ -100,7 +101,7 @@ class ProcessDraft:
 # ----------------------------------------------------------------------------------------------------- the child
 
 _ROUND, _CALL, _ANSWER, _FAULT = b"R", b"C", b"A", b"F"
-_REQUEST = struct.Struct("<3q")  # accepted, bonus token, remaining
+_REQUEST = struct.Struct("<4q")  # row, accepted, bonus token, remaining
 _REPLY = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
 _SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
 
@@ -125,23 +126,21 @@ def serve(connection: Connection, pair: Pair, dtype: str, core: int) -> None:
         _fail(channel, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
 
 
-def _upcoming(channel: Channel) -> tuple[Outcome, ...] | None:
+def _upcoming(channel: Channel) -> dict[int, Outcome] | None:
     """What the next request brings, see `speculator.Upcoming`."""
     message = channel.peek()
     if message is None:
         return None
     if message[:1] != _ROUND:
-        return ()
-    num_accepted, bonus_token, _ = _REQUEST.unpack_from(message, 1)
-    return (Outcome(num_accepted, bonus_token),)
+        return {}
+    return {row: verified.outcome for row, verified in _unpack_verified(message[1:]).items()}
 
 
 def _serve_one(channel: Channel, service: DraftService, message: bytes) -> None:
     kind, body = message[:1], message[1:]
     if kind == _ROUND:
-        num_accepted, bonus_token, remaining = _REQUEST.unpack(body)
-        speculation = service.speculate(Outcome(num_accepted, bonus_token), remaining)
-        channel.send(_ANSWER + _pack_speculation(speculation))
+        speculations = service.speculate(_unpack_verified(body))
+        channel.send(_ANSWER + _pack_speculations(speculations.values()))
         service.prepare()
     else:
         method, args, kwargs = pickle.loads(body)
@@ -157,23 +156,47 @@ def _fail(channel: Channel, error_type: type[Exception], *args: str) -> None:
         channel.send(_FAULT + pickle.dumps((error_type, args)))
 
 
-def _pack_speculation(speculation: Speculation) -> bytes:
+def _pack_verified(verified: Mapping[int, Verified]) -> bytes:
+    return b"".join(
+        _REQUEST.pack(row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining) for row, v in verified.items()
+    )
+
+
+def _unpack_verified(body: bytes) -> dict[int, Verified]:
+    return {
+        row: Verified(Outcome(num_accepted, bonus_token), remaining)
+        for row, num_accepted, bonus_token, remaining in _REQUEST.iter_unpack(body)
+    }
+
+
+def _pack_speculations(speculations: Iterable[Speculation]) -> bytes:
+    return b"".join(part for speculation in speculations for part in _parts(speculation))
+
+
+def _parts(speculation: Speculation) -> Iterable[bytes]:
     probs = speculation.draft_probs
     vocab_size = 0 if probs is None else probs.shape[-1]
     origin = _SOURCES.index(speculation.source), _PROPOSERS.index(speculation.proposer)
-    header = _REPLY.pack(*origin, len(speculation.tokens), vocab_size)
-    body = header + np.asarray(speculation.tokens, dtype=np.int64).tobytes()
-    return body if probs is None else body + probs.numpy().tobytes()
+    yield _REPLY.pack(*origin, len(speculation.tokens), vocab_size)
+    yield np.asarray(speculation.tokens, dtype=np.int64).tobytes()
+    if probs is not None:
+        yield probs.numpy().tobytes()
 
 
-def _unpack_speculation(body: bytes) -> Speculation:
-    source, proposer, num_tokens, vocab_size = _REPLY.unpack_from(body)
-    tokens = np.frombuffer(body, dtype=np.int64, count=num_tokens, offset=_REPLY.size)
-    probs = None
-    if vocab_size:
-        flat = np.frombuffer(bytearray(body), dtype=np.float64, offset=_REPLY.size + tokens.nbytes)
-        probs = torch.from_numpy(flat).view(num_tokens, vocab_size)
-    return Speculation(_SOURCES[source], tuple(tokens.tolist()), probs, _PROPOSERS[proposer])
+def _unpack_speculations(body: bytes, num: int) -> Iterable[Speculation]:
+    """Inverse of `_pack_speculations`."""
+    writable, place = bytearray(body), 0
+    for _ in range(num):
+        source, proposer, num_tokens, vocab_size = _REPLY.unpack_from(body, place)
+        place += _REPLY.size
+        tokens = np.frombuffer(body, dtype=np.int64, count=num_tokens, offset=place)
+        place += tokens.nbytes
+        probs = None
+        if vocab_size:
+            flat = np.frombuffer(writable, dtype=np.float64, count=num_tokens * vocab_size, offset=place)
+            place += flat.nbytes
+            probs = torch.from_numpy(flat).view(num_tokens, vocab_size)
+        yield Speculation(_SOURCES[source], tuple(tokens.tolist()), probs, _PROPOSERS[proposer])
 
 
 def pin(core: int) -> int:

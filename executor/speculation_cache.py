@@ -48,11 +48,9 @@ class SpeculationCache:
     def __contains__(self, outcome: Outcome) -> bool:
         return outcome in self._branch
 
-    def take(self, outcome: Outcome) -> Speculation | None:
-        """The prepared speculation, None on a miss."""
-        branch = self._branch.pop(outcome, None)
-        if branch is None:
-            return None
+    def take(self, outcome: Outcome) -> Speculation:
+        """The prepared speculation of an outcome that is in the cache; it is forgotten."""
+        branch = self._branch.pop(outcome)
         tokens = tuple(int(step_tokens[branch]) for step_tokens, _ in self._steps)
         rows = [step_probs[branch] for _, step_probs in self._steps if step_probs is not None]
         return Speculation(Source.HIT, tokens, torch.stack(rows) if rows else None)

@@ -40,14 +40,16 @@ def two_processes(tiny_pair):
 
 
 @needs_two_cores
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_two_processes_decode_what_one_decodes(policy, temperature, two_processes, tiny_serial) -> None:
-    rules = Workload("test", prompts(3, 9), 32, temperature, stop_ids=(17,))
+def test_two_processes_decode_what_one_decodes(policy, temperature, batch_size, two_processes, tiny_serial) -> None:
+    texts = prompts(2, 9) + prompts(2, 4)
+    rules = Workload("test", texts, 32, temperature, stop_ids=(17,), batch_size=batch_size)
     together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
     assert together.digest() == alone.digest()
     operations = [
-        sorted((s.sequence, s.round, s.lane, s.operation, s.num_tokens, s.context) for s in trace.spans)
+        sorted((s.sequence, s.round, s.lane, s.operation, s.num_tokens, s.context, s.batch_size) for s in trace.spans)
         for trace in (together, alone)
     ]
     # The build beside the last verification may still run when the sequence is over; it is finished and recorded too.
@@ -62,7 +64,7 @@ def test_abandoned_builds_and_down_weighting_decode_what_one_process_decodes(
     """How much of a build is run is a matter of time; what is decoded is not."""
     downweight = 0.5 if temperature else 1.0
     policy = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5, downweight=downweight, on_late_build=LateBuild.ABANDON)
-    rules = Workload("test", prompts(3, 9), 32, temperature, stop_ids=(17,))
+    rules = Workload("test", prompts(4, 9), 32, temperature, stop_ids=(17,), batch_size=2)
     together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
     assert together.digest() == alone.digest()
     steps = [sum(s.operation is Operation.TREE_STEP for s in trace.spans) for trace in (together, alone)]

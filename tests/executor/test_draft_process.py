@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from executor.draft_process import DraftFailed, ProcessDraft
-from executor.sequence import Request
+from executor.sequence import Request, Verified
 from sim.policy import SpeculativeSpeculative
 from sim.trace import Outcome
 
@@ -33,24 +33,24 @@ def two_drafts(tiny_pair):
 def test_an_exception_in_the_child_arrives_with_its_traceback(two_drafts) -> None:
     draft = two_drafts[0]
     unknown_token = Request(0, (10**6,), 8, 0.0, (), seed=0)
-    draft.begin(POLICY, unknown_token)
+    draft.begin(POLICY, [unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
     with pytest.raises(DraftFailed, match="died"):
-        draft.speculate(Outcome(0, 1), remaining=4)
+        draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
     draft.process.join(10)
     assert not draft.process.is_alive()
 
 
 def test_a_killed_child_is_noticed(two_drafts) -> None:
     draft = two_drafts[1]
-    draft.begin(POLICY, Request(0, (1, 2), 8, 0.0, (), seed=0))
+    draft.begin(POLICY, [Request(0, (1, 2), 8, 0.0, (), seed=0)])
     draft.wait()
     os.kill(draft.process.pid, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match="died with exit code -9"):
         for _ in range(3):
-            draft.speculate(Outcome(0, 1), remaining=4)
+            draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
     assert time.monotonic() - start_s < 10
 
 

@@ -54,8 +54,8 @@ def models() -> tuple[HashModel, HashModel]:
     return HashModel(VOCAB_SIZE, seed=0), HashModel(VOCAB_SIZE, seed=0, own_seed=1, agreement=0.3)
 
 
-def run(policy):
-    rules = Workload("toy", (PROMPT,) * NUM_SEQUENCES, NUM_TOKENS, temperature=1.0)
+def run(policy, batch_size=1):
+    rules = Workload("toy", (PROMPT,) * NUM_SEQUENCES, NUM_TOKENS, temperature=1.0, batch_size=batch_size)
     return execute(policy, rules, serial_runner(*models()), seed=11)
 
 
@@ -83,6 +83,14 @@ def test_emitted_law_is_the_targets(name: str) -> None:
     sources = {r.source for r in trace.rounds if r.index > 0}
     assert sources == SOURCES_AFTER_THE_FIRST[name]
     assert 0 < sum(r.num_accepted for r in trace.rounds) < sum(r.num_drafted for r in trace.rounds)
+    assert p_value(trace) > LEVEL
+
+
+@pytest.mark.parametrize("name", ["SSD, mixed, draft", "SSD, mixed, draft missing", "SSD, down-weighted"])
+def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
+    trace = run(POLICIES[name], batch_size=3)
+    redrafts = POLICIES[name].fallback is Fallback.DRAFT
+    assert (Source.REDRAFTED in {r.source for r in trace.rounds}) == redrafts
     assert p_value(trace) > LEVEL
 
 

@@ -143,10 +143,10 @@ def test_the_draft_cache_holds_the_committed_text_in_every_round(policy, monkeyp
     commit = Drafter.commit
     lags = []
 
-    def audited(drafter, tokens):
-        commit(drafter, tokens)
-        assert drafter.model.tokens == drafter.committed[: drafter.model.length]
-        lags.append(len(drafter.committed) - drafter.model.length)
+    def audited(drafter, row, tokens):
+        commit(drafter, row, tokens)
+        assert drafter.model.texts[row] == drafter.committed[row][: drafter.model.length_of(row)]
+        lags.append(len(drafter.committed[row]) - drafter.model.length_of(row))
 
     monkeypatch.setattr(Drafter, "commit", audited)
     trace = execute(policy, workload(40), hash_runner())

@@ -100,7 +100,7 @@ def down_weighted(q: list[float], num_tokens: int, factor: float) -> list[float]
 
 
 def test_down_weighting_shifts_the_residual_to_what_is_prepared() -> None:
-    """The paper's example: the acceptance stays .98, and all of the residual lies on the two likely tokens, not none."""
+    """The paper's example: the acceptance stays .98; all of the residual moves to the two likely tokens."""
     p, q = [0.48, 0.48, 0.02, 0.02], [0.49, 0.49, 0.01, 0.01]
     weighted = down_weighted(q, num_tokens=2, factor=47 / 147)
     acceptances, prepared = [], []
