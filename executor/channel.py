@@ -34,13 +34,16 @@ class Channel:
             self._peeked = self._connection.recv_bytes()
         return self._peeked
 
-    def receive(self) -> bytes:
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next message. Raises TimeoutError if there is none for `timeout_s` seconds."""
         if self._peeked is not None:
             message, self._peeked = self._peeked, None
             return message
         awake_until_s = now_s() + AWAKE_S
         while not self.is_ready() and now_s() < awake_until_s:
             pass
+        if timeout_s is not None and not self._poll.poll(1000 * timeout_s):
+            raise TimeoutError
         return self._connection.recv_bytes()
 
     def close(self) -> None:

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from executor.concurrency import Runner
-from executor.loops import autoregressive, speculative, speculative_speculative
+from executor.draft_failure import ExpendableDraft, OnDraftFailure
+from executor.loops import Draft, autoregressive, speculative, speculative_speculative
 from executor.sequence import OpenBatch, OpenSequence, Request
+from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
@@ -20,6 +22,7 @@ def execute(
     runner: Runner,
     seed: int = 0,
     progress: Callable[[Sequence], None] | None = None,
+    on_draft_failure: str = OnDraftFailure.RAISE,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -27,14 +30,23 @@ def execute(
     them; fallback `draft` is the exception, which drafts a whole batch anew: above temperature 0 its tokens then agree
     in law only. Tokens of different policies agree at temperature 0; above it they agree in law only.
 
+    A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
+    target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
+
     Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know.
     """
     check_room(policy, workload, runner)
     trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+    draft: Draft = runner.draft
+    expendable = ExpendableDraft(draft)
+    if on_draft_failure not in list(OnDraftFailure):
+        raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
+    if on_draft_failure == OnDraftFailure.CONTINUE:
+        draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
     asked = list(requests(workload, seed))
     for start in range(0, len(asked), workload.batch_size):
-        sequences = _decode(policy, asked[start : start + workload.batch_size], runner, trace)
+        sequences = _decode(policy, asked[start : start + workload.batch_size], runner.target, draft, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -44,6 +56,7 @@ def execute(
         "identity": runner.identity(),
         "seed": seed,
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
+        "draft_failure": expendable.failure,
     }
     return trace
 
@@ -78,14 +91,14 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: list[Request], runner: Runner, trace: Trace) -> list[Sequence]:
+def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
     """Decode requests together; their spans and rounds go into the trace."""
-    recorder = runner.target.recorder
+    recorder = target.recorder
     recorder.begin_batch([request.index for request in batch])
     decoded = [OpenSequence(request) for request in batch]
     if batch[0].max_new_tokens > 0:
-        decoded = _run_loop(policy, batch, runner).sequences
-        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + runner.draft.spans()
+        decoded = _run_loop(policy, batch, target, draft).sequences
+        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
     end_s = {r.sequence: r.end_s for r in recorder.rounds}
@@ -103,11 +116,11 @@ def _decode(policy: Policy, batch: list[Request], runner: Runner, trace: Trace) 
     ]
 
 
-def _run_loop(policy: Policy, batch: list[Request], runner: Runner) -> OpenBatch:
+def _run_loop(policy: Policy, batch: list[Request], target: Target, draft: Draft) -> OpenBatch:
     match policy:
         case Autoregressive():
-            return autoregressive(batch, runner.target)
+            return autoregressive(batch, target)
         case Speculative():
-            return speculative(policy, batch, runner.target, runner.draft)
+            return speculative(policy, batch, target, draft)
         case SpeculativeSpeculative():
-            return speculative_speculative(policy, batch, runner.target, runner.draft)
+            return speculative_speculative(policy, batch, target, draft)

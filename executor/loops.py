@@ -15,7 +15,7 @@ from executor.sequence import OpenBatch, Request, Verified
 from executor.speculation_cache import Speculation
 from executor.target import Target
 from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Outcome, Source
+from sim.trace import Outcome, Source, Span
 
 NO_SPECULATION = Speculation(Source.SYNCHRONOUS)
 
@@ -32,6 +32,9 @@ class Draft(Protocol):
     def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
         """The next round's speculation of each row that goes on, at most `remaining` - 1 tokens. Under SSD the draft
         then builds on its own."""
+
+    def spans(self) -> list[Span]:
+        """What it did for the batch."""
 
 
 def autoregressive(requests: Sequence[Request], target: Target) -> OpenBatch:
