@@ -17,10 +17,11 @@ from sim.trace import Lane, Operation
 from sim.workload import Workload
 from tests.executor.tiny_models import prompts
 
+SSD = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 POLICIES = [
     Autoregressive(),
-    *(Speculative(K) for K in (1, 4)),
-    SpeculativeSpeculative(4, (2,) * 5, (3,) * 5),
+    *(Speculative(K) for K in (0, 1, 4)),
+    SSD,
     SpeculativeSpeculative(4, (2,) * 5, (8,), Fallback.NONE),
     SpeculativeSpeculative(1, (0, 0), (0, 0)),
     *(SpeculativeSpeculative(4, (2,) * 5, (1,) * 5, fallback) for fallback in (Fallback.NGRAM, Fallback.FILLER)),
@@ -73,12 +74,12 @@ def test_abandoned_builds_and_down_weighting_decode_what_one_process_decodes(
 
 @needs_two_cores
 def test_the_build_runs_beside_the_verification(two_processes) -> None:
-    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), two_processes)
+    trace = execute(SSD, Workload("test", prompts(2, 9), 32), two_processes)
     assert overlap([trace]).value > 0
 
 
 def test_one_process_does_one_thing_at_a_time(tiny_serial) -> None:
-    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), tiny_serial)
+    trace = execute(SSD, Workload("test", prompts(2, 9), 32), tiny_serial)
     assert {s.lane for s in trace.spans} == set(Lane)
     assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(trace.spans))
     assert overlap([trace]).value == 0
@@ -92,9 +93,9 @@ def test_a_runner_survives_a_failed_sequence(two_processes, tiny_serial, monkeyp
         two_processes.target.model, "append", lambda *args, **kwargs: honest(*args, **kwargs) * torch.nan
     )
     with pytest.raises(FloatingPointError):
-        execute(POLICIES[3], rules, two_processes)
+        execute(SSD, rules, two_processes)
     monkeypatch.undo()
-    again, alone = (execute(POLICIES[3], rules, runner) for runner in (two_processes, tiny_serial))
+    again, alone = (execute(SSD, rules, runner) for runner in (two_processes, tiny_serial))
     assert again.digest() == alone.digest()
 
 
