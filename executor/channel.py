@@ -17,6 +17,7 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._peeked: bytes | None = None
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
 
@@ -25,12 +26,24 @@ class Channel:
 
     def is_ready(self) -> bool:
         """Whether `receive` would return, or raise, at once."""
-        return bool(self._poll.poll(0))
+        return self._peeked is not None or bool(self._poll.poll(0))
 
-    def receive(self) -> bytes:
+    def peek(self) -> bytes | None:
+        """The message that `receive` would return at once, if there is one."""
+        if self._peeked is None and self.is_ready():
+            self._peeked = self._connection.recv_bytes()
+        return self._peeked
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next message. Raises TimeoutError if there is none for `timeout_s` seconds."""
+        if self._peeked is not None:
+            message, self._peeked = self._peeked, None
+            return message
         awake_until_s = now_s() + AWAKE_S
         while not self.is_ready() and now_s() < awake_until_s:
             pass
+        if timeout_s is not None and not self._poll.poll(1000 * timeout_s):
+            raise TimeoutError
         return self._connection.recv_bytes()
 
     def close(self) -> None:

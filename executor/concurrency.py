@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 import transformers
 
-from executor.draft_process import ProcessDraft, pin
+from executor.draft_process import ANSWER_TIMEOUT_S, ProcessDraft, pin
 from executor.draft_service import DraftService
 from executor.language_model import LanguageModel
 from executor.pairs import DTYPES, Pair
 from executor.recorder import Recorder
-from executor.sequence import Request
+from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Outcome, Span
+from sim.trace import Lane, Span
 
 CONCURRENCY_KINDS = ("auto", "processes", "serial")
 
@@ -35,19 +35,19 @@ class SerialDraft:
     """The draft role in this process: a build runs before the verification, nothing overlaps."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._service = DraftService(model, interrupted=lambda: True)
+        self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
         self._result: Any = None
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
-        self._service.begin(policy, request)
+    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+        self._service.begin(policy, requests)
 
     def wait(self) -> None:
         """`begin` has waited."""
 
-    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
-        speculation = self._service.speculate(outcome, remaining)
+    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+        speculations = self._service.speculate(verified)
         self._service.prepare()
-        return speculation
+        return speculations
 
     def spans(self) -> list[Span]:
         return self._service.spans()
@@ -99,19 +99,22 @@ class Runner:
 
 
 @contextmanager
-def open_runner(pair: Pair, concurrency: str = "auto", dtype: str = "float32") -> Iterator[Runner]:
+def open_runner(
+    pair: Pair, concurrency: str = "auto", dtype: str = "float32", answer_timeout_s: float = ANSWER_TIMEOUT_S
+) -> Iterator[Runner]:
     """Load the pair and keep it ready: `with open_runner(pair) as runner`.
 
     `processes`: the draft in a child, each role pinned to a core of its own with one torch thread. `serial`: both in
     this process, one thread, no overlap. `auto`: processes where the affinity mask has two cores, else serial with a
-    warning. The caller's affinity and threads are restored at the end, and no process is left.
+    warning. The caller's affinity and threads are restored at the end, and no process is left. A draft process that a
+    decoder waits for longer than `answer_timeout_s` is taken to hang.
     """
     if dtype not in DTYPES:
         raise BadInput("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
     kind = _resolve(concurrency)
     affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
-        yield from (_processes(pair, dtype) if kind == "processes" else _serial(pair, dtype))
+        yield from (_processes(pair, dtype, answer_timeout_s) if kind == "processes" else _serial(pair, dtype))
     finally:
         os.sched_setaffinity(0, affinity)
         torch.set_num_threads(threads)
@@ -136,9 +139,9 @@ def _serial(pair: Pair, dtype: str) -> Iterator[Runner]:
     yield Runner(pair, "serial", target, draft, {"threads": {"both": torch.get_num_threads()}})
 
 
-def _processes(pair: Pair, dtype: str) -> Iterator[Runner]:
+def _processes(pair: Pair, dtype: str, answer_timeout_s: float) -> Iterator[Runner]:
     target_core, draft_core = sorted(os.sched_getaffinity(0))[:2]
-    draft = ProcessDraft(pair, dtype, draft_core)
+    draft = ProcessDraft(pair, dtype, draft_core, answer_timeout_s)
     try:
         target_threads = pin(target_core)
         target = Target(pair.load("target", dtype), Recorder(Lane.TARGET))

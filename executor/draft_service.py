@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,42 +12,44 @@ from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
 from executor.recorder import Recorder
-from executor.sequence import Request
+from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator
+from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
 from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Outcome, Span
+from sim.trace import Lane, Span
 
 
 class DraftService:
-    """Holds the draft model. `interrupted` tells an endless job that the next request has arrived."""
+    """Holds the draft model. `interrupted` tells an endless job that the next request has arrived, `upcoming` an
+    unfinished build what it is."""
 
-    def __init__(self, model: LanguageModel, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, model: LanguageModel, interrupted: Callable[[], bool], upcoming: Upcoming) -> None:
         self.model = model
         self._recorder = Recorder(Lane.DRAFT)
         self._interrupted = interrupted
+        self._upcoming = upcoming
 
     # ------------------------------------------------------------------------------------------------- decoding
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
-        """Prefill the prompt; take the draft's half of `policy`."""
-        self._recorder.begin_sequence(request.index)
-        drafter = Drafter(self.model, self._recorder, request.temperature, request.draws(), request.prompt)
+    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+        """Prefill the prompts of a batch; take the draft's half of `policy`."""
+        self._recorder.begin_batch([request.index for request in requests])
+        drafter = Drafter(self.model, self._recorder, requests)
         self._speculator: Speculator
         if isinstance(policy, Speculative):
             self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
         else:
-            self._speculator = CachingSpeculator(policy, drafter, self._recorder)
+            self._speculator = CachingSpeculator(policy, drafter, self._recorder, self._upcoming)
 
-    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
-        return self._speculator.speculate(outcome, remaining)
+    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+        return self._speculator.speculate(verified)
 
     def prepare(self) -> None:
         """What follows an answer while the target verifies."""
         self._speculator.prepare()
 
     def spans(self) -> list[Span]:
-        """The draft's spans of the sequence."""
+        """The draft's spans of the batch."""
         return self._recorder.spans
 
     # ------------------------------------------------------------------------------------------------ profiling

@@ -1,109 +1,203 @@
-"""What the draft model does: one continuation token by token, or the branches of a speculation cache in parallel."""
+"""What the draft model does: continuations token by token, or the branches of speculation caches in parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from executor.draws import Draws, Purpose
+from executor.draws import Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import by_rank, draw, process
+from executor.sampling import by_rank, down_weight, draw, process, uniform_tokens
+from executor.sequence import Request
 from executor.speculation_cache import Speculation, SpeculationCache
-from sim.trace import Operation, Outcome, Source
+from sim.policy import Drafting
+from sim.trace import Operation, Outcome
+
+Caches = Mapping[int, SpeculationCache]  # by row
 
 
 class Drafter:
-    """The draft model on one sequence. Of the committed tokens the last is pending, not yet in the KV cache.
+    """The draft model on the rows of a batch. Of a row's committed tokens the last is pending, not yet in the KV cache.
 
     Invariant after `commit`: the KV cache holds a prefix of the committed tokens, the pending one left out. What is
     missing (after full acceptance also the last draft token) is fed by the next pass.
     """
 
-    def __init__(
-        self, model: LanguageModel, recorder: Recorder, temperature: float, draws: Draws, prompt: Sequence[int]
-    ) -> None:
+    def __init__(self, model: LanguageModel, recorder: Recorder, requests: Sequence[Request]) -> None:
         self.model = model
         self._recorder = recorder
-        self._temperature = temperature
-        self._draws = draws
-        self.committed = list(prompt)
-        model.roll_back(0)
-        with recorder.span(Operation.PREFILL, num_tokens=len(prompt), context=0):
-            model.append(prompt, num_logits=1)
+        self._temperature = requests[0].temperature
+        self._draws = [request.draws() for request in requests]
+        self.committed = [list(request.prompt) for request in requests]
+        model.begin(len(requests))
+        rows = range(len(requests))
+        with recorder.span(Operation.PREFILL, sum(map(len, self.committed)), contexts=[0] * len(requests)):
+            model.feed(rows, self.committed, num_logits=[1] * len(requests))
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
+        """The other rows have ended."""
+        self.model.keep(rows)
+        self._recorder.at_work(rows[0])
+
+    def contexts(self, rows: Iterable[int]) -> list[int]:
+        """KV entries of each row."""
+        return [self.model.length_of(row) for row in rows]
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Append committed tokens; forget the keys and values of everything that was not committed."""
-        num_kept = min(len(self.committed), self.model.length)
-        self.committed += tokens
-        fed = self.model.tokens
-        while num_kept < min(len(fed), len(self.committed) - 1) and fed[num_kept] == self.committed[num_kept]:
+        committed, fed = self.committed[row], self.model.texts[row]
+        num_kept = min(len(committed), len(fed))
+        committed += tokens
+        while num_kept < min(len(fed), len(committed) - 1) and fed[num_kept] == committed[num_kept]:
             num_kept += 1
-        self.model.roll_back(num_kept)
+        self.model.roll_back(num_kept, row)
 
-    def draft(self, num_tokens: int, source: Source) -> Speculation:
-        """`num_tokens` draft tokens one after another: that many DRAFT_STEPs."""
-        uniforms = self._uniforms(Purpose.DRAFT, num_tokens)
-        steps: list[tuple[Tensor, Tensor | None]] = []
-        unfed = self.committed[self.model.length :]
-        for position in range(num_tokens):
-            with self._recorder.span(Operation.DRAFT_STEP, num_tokens=len(unfed), context=self.model.length):
-                logits = self.model.append(unfed, num_logits=1)
-                steps.append(self._sample(logits, uniforms[position : position + 1]))
-                unfed = steps[-1][0].tolist()
-        tokens = tuple(int(token) for token, _ in steps)
-        rows = [probs for _, probs in steps if probs is not None]
-        return Speculation(source, tokens, torch.cat(rows) if rows else None)
+    def draft(self, num_tokens: Mapping[int, int], drafting: Drafting) -> dict[int, Speculation]:
+        """For each row so many draft tokens one after another. A DRAFT_STEP takes all rows that want one more."""
+        uniforms = {row: self._uniforms(row, Purpose.DRAFT, num) for row, num in num_tokens.items()}
+        unfed = {row: self.committed[row][self.model.length_of(row) :] for row in num_tokens}
+        tokens: dict[int, list[int]] = {row: [] for row in num_tokens}
+        probs: dict[int, list[Tensor]] = {row: [] for row in num_tokens}
+        for index in range(max(num_tokens.values(), default=0)):
+            rows = [row for row, num in num_tokens.items() if num > index]
+            fed = [unfed[row] for row in rows]
+            with self._recorder.span(Operation.DRAFT_STEP, sum(map(len, fed)), self.contexts(rows)):
+                logits = _together(self.model.feed(rows, fed, num_logits=[1] * len(rows)))
+                numbers = _together([uniforms[row][index : index + 1] for row in rows])
+                drawn, laws = self._sample(logits, numbers, drafting, index)
+                for place, (row, token) in enumerate(zip(rows, drawn.tolist(), strict=True)):
+                    tokens[row].append(token)
+                    unfed[row] = [token]
+                    if laws is not None:
+                        probs[row].append(laws[place])
+        return {
+            row: Speculation(drafting.source, tuple(tokens[row]), torch.stack(probs[row]) if probs[row] else None)
+            for row in num_tokens
+        }
 
-    def build(self, drafted: Sequence[int], fan_out: Sequence[int], speculation_length: int) -> SpeculationCache:
-        """Prepare a speculation of `speculation_length` tokens for each likely outcome of verifying `drafted`.
+    def filler(self, row: int, num_tokens: int) -> tuple[int, ...]:
+        """`num_tokens` tokens drawn uniformly from the vocabulary, at any temperature."""
+        uniforms = self._draws[row].uniforms(Purpose.FILLER, self._recorder.round, num_tokens)
+        return tuple(uniform_tokens(uniforms, self.model.vocab_size).tolist())
 
-        `fan_out[k]` bonus tokens for accept count k = 0 .. len(drafted). One GLUE pass, then `speculation_length`
-        TREE_STEPs over all branches at once; afterwards the KV cache holds the committed tokens and `drafted`.
+    def build(
+        self,
+        drafted: Mapping[int, Sequence[int]],
+        fan_out: Mapping[int, Sequence[int]],
+        prepared: Drafting,
+        is_needed: Callable[[Caches], bool] | None = None,
+    ) -> Caches:
+        """Prepare a speculation, as `prepared` says, for each likely outcome of verifying `drafted` of each row.
+
+        `fan_out[row][k]` bonus tokens for accept count k = 0 .. len(drafted[row]). One GLUE pass, then a TREE_STEP over
+        all branches of all rows for each token of a speculation; afterwards the KV cache holds the committed tokens and
+        `drafted`. `is_needed` is asked before each TREE_STEP, told of the outcomes; where it says no the rest is
+        dropped.
         """
         outcomes = self._glue(drafted, fan_out)
-        if not outcomes:
-            return SpeculationCache()
-        num_slots = self.model.length
-        num_branches = len(outcomes)
-        positions = torch.tensor([len(self.committed) + outcome.num_accepted for outcome in outcomes])
-        mask = branch_mask(positions, num_slots, speculation_length, self.model.dtype)
-        uniforms = self._uniforms(Purpose.BRANCH, num_branches * speculation_length)
-        uniforms = uniforms.view(num_branches, speculation_length)
-        tokens = torch.tensor([outcome.bonus_token for outcome in outcomes])
+        building = [row for row, likely in outcomes.items() if likely]
+        without_steps = {row: SpeculationCache(likely) for row, likely in outcomes.items()}
+        if not building:
+            return without_steps
+        lengths = self.contexts(building)
+        steps = self._tree_steps(
+            {row: outcomes[row] for row in building}, prepared, lambda: is_needed is None or is_needed(without_steps)
+        )
+        for row, length in zip(building, lengths, strict=True):
+            self.model.roll_back(length, row)
+        if len(steps) < prepared.num_drafted:
+            return without_steps
+        built = {row: SpeculationCache(outcomes[row], _of_row(steps, place)) for place, row in enumerate(building)}
+        return without_steps | built
+
+    def _glue(
+        self, drafted: Mapping[int, Sequence[int]], fan_out: Mapping[int, Sequence[int]]
+    ) -> dict[int, list[Outcome]]:
+        """Feed the pending tokens and `drafted`; choose the outcomes to prepare for."""
+        rows = list(drafted)
+        for row in rows:
+            self.model.roll_back(min(self.model.length_of(row), len(self.committed[row]) - 1), row)
+        unfed = [[*self.committed[row][self.model.length_of(row) :], *drafted[row]] for row in rows]
+        with self._recorder.span(Operation.GLUE, sum(map(len, unfed)), self.contexts(rows)):
+            logits = self.model.feed(rows, unfed, num_logits=[len(drafted[row]) + 1 for row in rows])
+            return {
+                row: likely_outcomes(own, drafted[row], fan_out[row]) for row, own in zip(rows, logits, strict=True)
+            }
+
+    def _tree_steps(
+        self, outcomes: Mapping[int, list[Outcome]], prepared: Drafting, go_on: Callable[[], bool]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The draft steps of all branches, as far as `go_on` lets them: (rows, B) tokens and (rows, B, V) laws of each.
+
+        In a pass all rows have as many branches as the one that has most; those that stand for nothing continue the
+        row's first token. Spans tell what each row needs.
+        """
+        rows = list(outcomes)
+        num_tokens = sum(map(len, outcomes.values()))
+        num_branches, num_steps = max(map(len, outcomes.values())), prepared.num_drafted
+        own_slots = self.contexts(rows)
+        num_slots = self.model.level(rows)
+        starts = [
+            [len(self.committed[row]) + outcome.num_accepted for outcome in likely] for row, likely in outcomes.items()
+        ]
+        positions = torch.tensor([own + [1] * (num_branches - len(own)) for own in starts])
+        bonus_tokens = [[outcome.bonus_token for outcome in likely] for likely in outcomes.values()]
+        tokens = torch.tensor([own + [0] * (num_branches - len(own)) for own in bonus_tokens])
+        mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
+        uniforms = self._branch_uniforms(outcomes, num_branches, num_steps)
         steps: list[tuple[Tensor, Tensor | None]] = []
-        for step in range(speculation_length):
-            context = self.model.length
-            with self._recorder.span(Operation.TREE_STEP, num_tokens=num_branches, context=context):
-                visible = mask[..., : context + num_branches]
-                logits = self.model.append_branches(tokens, positions + step, visible)
-                steps.append(self._sample(logits, uniforms[:, step]))
+        while len(steps) < num_steps and go_on():
+            step = len(steps)
+            contexts = [slots + step * len(own) for slots, own in zip(own_slots, outcomes.values(), strict=True)]
+            with self._recorder.span(Operation.TREE_STEP, num_tokens, contexts):
+                visible = mask[..., : num_slots + (step + 1) * num_branches]
+                logits = self.model.append_branches(rows, tokens, positions + step, visible)
+                steps.append(self._sample(logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
-        self.model.roll_back(num_slots)
-        return SpeculationCache(outcomes, steps)
+        return steps
 
-    def _glue(self, drafted: Sequence[int], fan_out: Sequence[int]) -> list[Outcome]:
-        """Feed the pending token and `drafted`; choose the outcomes to prepare for."""
-        self.model.roll_back(min(self.model.length, len(self.committed) - 1))
-        unfed = self.committed[self.model.length :] + list(drafted)
-        with self._recorder.span(Operation.GLUE, num_tokens=len(unfed), context=self.model.length):
-            logits = self.model.append(unfed, num_logits=len(drafted) + 1)
-            return likely_outcomes(logits, drafted, fan_out)
+    def _branch_uniforms(self, outcomes: Mapping[int, Sequence[Outcome]], num_branches: int, num_steps: int) -> Tensor:
+        """(rows, num_branches, num_steps), those of a row's own branches the same however many stand beside them."""
+        uniforms = torch.zeros(len(outcomes), num_branches, num_steps, dtype=torch.float64)
+        if self._temperature > 0:
+            for place, (row, own) in enumerate(outcomes.items()):
+                drawn = self._uniforms(row, Purpose.BRANCH, len(own) * num_steps)
+                uniforms[place, : len(own)] = drawn.view(len(own), num_steps)
+        return uniforms
 
-    def _sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(n, V) logits, (n,) uniform numbers -> (n,) tokens and the (n, V) distributions, None at temperature 0."""
+    def _sample(
+        self, logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """(..., V) logits, (...) uniform numbers -> (...) tokens, (..., V) distributions or None at temperature 0.
+
+        The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says.
+        """
         if self._temperature == 0:
             return logits.argmax(-1), None
         probs = process(logits, self._temperature)
+        num_downweighted = drafting.num_downweighted(draft_index)
+        if num_downweighted:
+            probs = down_weight(probs, logits, num_downweighted, drafting.downweight)
         return draw(probs, uniforms), probs
 
-    def _uniforms(self, purpose: Purpose, num: int) -> Tensor:
+    def _uniforms(self, row: int, purpose: Purpose, num: int) -> Tensor:
         if self._temperature == 0:
             return torch.zeros(num)
-        return self._draws.uniforms(purpose, self._recorder.round, num)
+        return self._draws[row].uniforms(purpose, self._recorder.round, num)
+
+
+def _together(rows: Sequence[Tensor]) -> Tensor:
+    """Concatenation, without a copy of one."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def _of_row(steps: Sequence[tuple[Tensor, Tensor | None]], place: int) -> list[tuple[Tensor, Tensor | None]]:
+    """One row's (B,) tokens and (B, V) laws of each step."""
+    return [(tokens[place], None if laws is None else laws[place]) for tokens, laws in steps]
 
 
 def likely_outcomes(logits: Tensor, drafted: Sequence[int], fan_out: Sequence[int]) -> list[Outcome]:

@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     ACCEPT = 2  # acceptance tests
     RESIDUAL = 3  # bonus token after a rejection
     BONUS = 4  # bonus token after full acceptance; the first token
+    FILLER = 5  # tokens drawn uniformly from the vocabulary
 
 
 class Draws:

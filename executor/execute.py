@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from executor.concurrency import Runner
-from executor.loops import autoregressive, speculative, speculative_speculative
-from executor.sequence import OpenSequence, Request
+from executor.draft_failure import ExpendableDraft, OnDraftFailure
+from executor.loops import Draft, autoregressive, speculative, speculative_speculative
+from executor.sequence import OpenBatch, OpenSequence, Request
+from executor.target import Target
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Fallback, LateBuild, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
-
-RUN_FALLBACKS = (Fallback.DRAFT, Fallback.DRAFT_MISSING, Fallback.NONE)  # with one sequence the first two are one
 
 
 def execute(
@@ -22,26 +22,41 @@ def execute(
     runner: Runner,
     seed: int = 0,
     progress: Callable[[Sequence], None] | None = None,
+    on_draft_failure: str = OnDraftFailure.RAISE,
 ) -> Trace:
-    """Decode the prompts one after another, for real; `progress` is called after each sequence.
+    """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
-    The same seed gives the same tokens whatever the order of the prompts. Tokens of different policies agree at
-    temperature 0; above it they agree in law only. Raises `BadInput` if a prompt leaves too few positions, or holds a
-    token that the pair does not know.
+    The same seed gives the same tokens whatever the order of the prompts and, up to rounding, whoever is decoded beside
+    them; fallback `draft` is the exception, which drafts a whole batch anew: above temperature 0 its tokens then agree
+    in law only. Tokens of different policies agree at temperature 0; above it they agree in law only.
+
+    A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
+    target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
+
+    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know.
     """
     check_room(policy, workload, runner)
     trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+    draft: Draft = runner.draft
+    expendable = ExpendableDraft(draft)
+    if on_draft_failure not in list(OnDraftFailure):
+        raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
+    if on_draft_failure == OnDraftFailure.CONTINUE:
+        draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
-    for request in requests(workload, seed):
-        sequence = _decode(policy, request, runner, trace)
-        trace.sequences.append(sequence)
+    asked = list(requests(workload, seed))
+    for start in range(0, len(asked), workload.batch_size):
+        sequences = _decode(policy, asked[start : start + workload.batch_size], runner.target, draft, trace)
+        trace.sequences += sequences
         if progress is not None:
-            progress(sequence)
+            for sequence in sequences:
+                progress(sequence)
     trace.meta = {
         "producer": "executor",
         "identity": runner.identity(),
         "seed": seed,
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
+        "draft_failure": expendable.failure,
     }
     return trace
 
@@ -71,46 +86,41 @@ def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
 
 
 def check_runs(policy: Policy, workload: Workload) -> None:
-    """Raises `BadInput` on what the simulator plans and the executor does not run."""
-    if workload.batch_size != 1:
-        raise BadInput(
-            "workload.batch_size", "must be 1: the executor decodes one sequence at a time", workload.batch_size
-        )
-    if isinstance(policy, SpeculativeSpeculative):
-        if policy.fallback not in RUN_FALLBACKS:
-            rule = f"the executor runs {', '.join(RUN_FALLBACKS)}"
-            raise BadInput("fallback", rule, policy.fallback.value)
-        if policy.downweight != 1:
-            raise BadInput("downweight", "the executor samples from the draft as it is: must be 1", policy.downweight)
-        if policy.on_late_build is not LateBuild.WAIT:
-            raise BadInput("on_late_build", "the executor waits for a late build", policy.on_late_build.value)
+    """Raises `BadInput` on what the executor cannot run, or what would mean nothing."""
+    if isinstance(policy, SpeculativeSpeculative) and policy.downweight != 1 and workload.temperature == 0:
+        raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, request: Request, runner: Runner, trace: Trace) -> Sequence:
-    recorder = runner.target.recorder
-    recorder.begin_sequence(request.index)
-    sequence = OpenSequence(request)
-    if request.max_new_tokens > 0:
-        sequence = _run_loop(policy, request, runner)
-        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + runner.draft.spans()
+def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
+    """Decode requests together; their spans and rounds go into the trace."""
+    recorder = target.recorder
+    recorder.begin_batch([request.index for request in batch])
+    decoded = [OpenSequence(request) for request in batch]
+    if batch[0].max_new_tokens > 0:
+        decoded = _run_loop(policy, batch, target, draft).sequences
+        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
-    return Sequence(
-        index=request.index,
-        prompt_length=len(request.prompt),
-        tokens=tuple(sequence.tokens),
-        prefill_start_s=recorder.prefill_start_s,
-        decode_start_s=recorder.decode_start_s,
-        end_s=recorder.end_s,
-        stopped=sequence.stopped,
-    )
+    end_s = {r.sequence: r.end_s for r in recorder.rounds}
+    return [
+        Sequence(
+            index=sequence.request.index,
+            prompt_length=len(sequence.request.prompt),
+            tokens=tuple(sequence.tokens),
+            prefill_start_s=recorder.prefill_start_s,
+            decode_start_s=recorder.decode_start_s,
+            end_s=end_s.get(sequence.request.index, recorder.decode_start_s),
+            stopped=sequence.stopped,
+        )
+        for sequence in decoded
+    ]
 
 
-def _run_loop(policy: Policy, request: Request, runner: Runner) -> OpenSequence:
+def _run_loop(policy: Policy, batch: list[Request], target: Target, draft: Draft) -> OpenBatch:
     match policy:
         case Autoregressive():
-            return autoregressive(request, runner.target)
+            return autoregressive(batch, target)
         case Speculative():
-            return speculative(policy, request, runner.target, runner.draft)
+            return speculative(policy, batch, target, draft)
         case SpeculativeSpeculative():
-            return speculative_speculative(policy, request, runner.target, runner.draft)
+            return speculative_speculative(policy, batch, target, draft)

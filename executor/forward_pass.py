@@ -14,13 +14,14 @@ FIXED_ROTARY_TYPES = ("default", "linear", "llama3")  # frequencies that do not 
 
 
 class ForwardPass(Protocol):
-    """(rows, n) tokens at (rows, n) positions, a (1, 1, n, context + n) additive mask -> (rows, n, V) logits.
+    """(rows, n) tokens at (rows, n) positions, a (1 or rows, 1, n, context + n) additive mask -> (rows, n, V) logits.
 
-    The keys and values go to the slots after the cache's length. `num_logits` asks for the last rows only.
+    The keys and values go where the cache is aimed. `wanted` asks for the logits of the last so many tokens only, or, a
+    (rows, m) tensor, for those of the tokens at these places of each row.
     """
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, num_logits: int | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
     ) -> Tensor: ...
 
 
@@ -39,7 +40,7 @@ class GeneralPass:
         self._model = model
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, num_logits: int | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
     ) -> Tensor:
         output = self._model(
             input_ids=tokens,
@@ -47,9 +48,9 @@ class GeneralPass:
             attention_mask=mask,
             cache=cache,
             use_cache=True,
-            logits_to_keep=num_logits or 0,
+            logits_to_keep=wanted if isinstance(wanted, int) else 0,
         )
-        return output.logits
+        return _at(output.logits, wanted) if isinstance(wanted, Tensor) else output.logits
 
 
 class LlamaPass:
@@ -68,12 +69,19 @@ class LlamaPass:
         self._cos, self._sin = cos[0], sin[0]
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, num_logits: int | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
     ) -> Tensor:
         hidden = self._decoder.embed_tokens(tokens)
         rotary = self._cos[positions], self._sin[positions]
         for layer in self._decoder.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, cache=cache, use_cache=True)
-        if num_logits is not None:
-            hidden = hidden[:, -num_logits:]
+        if isinstance(wanted, int):
+            hidden = hidden[:, -wanted:]
+        elif wanted is not None:
+            hidden = _at(hidden, wanted)
         return self._head(self._decoder.norm(hidden))
+
+
+def _at(values: Tensor, places: Tensor) -> Tensor:
+    """(rows, n, d) values at (rows, m) places of each row."""
+    return values[torch.arange(len(values))[:, None], places]

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from executor.drafting import Drafter
-from executor.draws import Draws
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.sampling import draw, process
+from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from executor.speculator import CachingSpeculator
 from executor.target import Target
 from sim.latency import LatencySample
-from sim.policy import Fallback, SpeculativeSpeculative, uniform_fan_out
+from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
 from sim.trace import Lane, Operation, Outcome, Source, Span
 
 SEED = 0  # of the random tokens that fill the contexts
@@ -76,19 +76,18 @@ DraftCell = PrefillCell | DraftStepCell | BuildCell | LookupCell
 def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[Span]:
     """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
     recorder = target.recorder
-    recorder.begin_sequence(0)
-    prompt = _tokens(cell.context, target.model.vocab_size)
-    draws = Draws(SEED, prompt, 0)
+    recorder.begin_batch([0])
+    requests = [_request(cell, target.model.vocab_size)]
     if isinstance(cell, PrefillCell):
         for _ in range(1 + num_repeats):
-            target.prefill(prompt, cell.temperature, draws)
+            target.prefill(requests)
         return recorder.spans[1:]
-    target.prefill(prompt, cell.temperature, draws)
+    target.prefill(requests)
     recorder.begin_decoding()
     speculation = _speculation(cell, target.model.vocab_size)
     for _ in range(1 + num_repeats):
         target.model.roll_back(cell.context)
-        target.verify(speculation)
+        target.verify({0: speculation})
     return recorder.spans[2:]
 
 
@@ -132,29 +131,38 @@ def _operation(cell: DraftCell) -> Operation:
 
 
 def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter:
-    prompt = _tokens(cell.context, model.vocab_size)
-    return Drafter(model, recorder, cell.temperature, Draws(SEED, prompt, 0), prompt)
+    return Drafter(model, recorder, [_request(cell, model.vocab_size)])
+
+
+def _request(cell: TargetCell | DraftCell, vocab_size: int) -> Request:
+    """One that never ends."""
+    prompt = _tokens(cell.context, vocab_size)
+    return Request(0, prompt, 1 << 30, cell.temperature, stop_ids=(), seed=SEED)
 
 
 def _draft_step(drafter: Drafter, cell: DraftStepCell) -> None:
-    drafter.committed = list(_tokens(cell.context + cell.num_tokens, drafter.model.vocab_size))
+    drafter.committed[0] = list(_tokens(cell.context + cell.num_tokens, drafter.model.vocab_size))
     drafter.model.roll_back(cell.context)
-    drafter.draft(1, Source.SYNCHRONOUS)
+    drafter.draft({0: 1}, _drafting(1))
 
 
 def _build(drafter: Drafter, cell: BuildCell) -> None:
     tokens = _tokens(cell.context + 1 + cell.num_drafted, drafter.model.vocab_size)
-    drafter.committed = list(tokens[: cell.context + 1])
+    drafter.committed[0] = list(tokens[: cell.context + 1])
     fan_out = uniform_fan_out(cell.num_drafted, cell.num_branches)
-    drafter.build(tokens[cell.context + 1 :], fan_out, cell.num_steps)
+    drafter.build({0: tokens[cell.context + 1 :]}, {0: fan_out}, _drafting(cell.num_steps))
+
+
+def _drafting(num_tokens: int) -> Drafting:
+    return Drafting(Proposer.DRAFT_MODEL, num_tokens, (), Source.SYNCHRONOUS)
 
 
 def _look_up(model: LanguageModel, recorder: Recorder, cell: LookupCell) -> None:
     policy = SpeculativeSpeculative(1, (0, 0), (cell.num_branches,), Fallback.NONE)
-    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder)
-    speculator.speculate(Outcome(0, 0), remaining=8)
+    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder, upcoming=lambda: None)
+    speculator.speculate({0: Verified(Outcome(0, 0), remaining=8)})
     speculator.prepare()
-    speculator.speculate(Outcome(0, 0), remaining=7)
+    speculator.speculate({0: Verified(Outcome(0, 0), remaining=7)})
 
 
 def _tokens(num: int, vocab_size: int) -> tuple[int, ...]:

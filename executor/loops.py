@@ -1,17 +1,21 @@
 """The three decoders. They say who waits for whom; everything else happens in the roles.
 
-The prefill is treated as a verification of nothing: its outcome is the first token.
+The rows of a batch advance together: one verification for all of them, in which each accepts what it accepts. A row
+that ends leaves, and the others go on. The prefill is treated as a verification of nothing: its outcomes are the first
+tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from executor.sequence import OpenSequence, Request
+from executor.recorder import RowRound
+from executor.sequence import OpenBatch, Request, Verified
 from executor.speculation_cache import Speculation
 from executor.target import Target
 from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Outcome, Source
+from sim.trace import Outcome, Source, Span
 
 NO_SPECULATION = Speculation(Source.SYNCHRONOUS)
 
@@ -19,66 +23,75 @@ NO_SPECULATION = Speculation(Source.SYNCHRONOUS)
 class Draft(Protocol):
     """The draft role, in this process or in another."""
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, request: Request) -> None:
-        """Start the prefill; need not wait for its end."""
+    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+        """Start the prefill of a batch; need not wait for its end."""
 
     def wait(self) -> None:
         """Return when the prefill is done."""
 
-    def speculate(self, outcome: Outcome, remaining: int) -> Speculation:
-        """The next round's speculation, at most `remaining` - 1 tokens. Under SSD the draft then builds on its own."""
+    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+        """The next round's speculation of each row that goes on, at most `remaining` - 1 tokens. Under SSD the draft
+        then builds on its own."""
+
+    def spans(self) -> list[Span]:
+        """What it did for the batch."""
 
 
-def autoregressive(request: Request, target: Target) -> OpenSequence:
+def autoregressive(requests: Sequence[Request], target: Target) -> OpenBatch:
     """AR: one target pass per token."""
-    sequence = OpenSequence(request)
-    outcome = target.prefill(request.prompt, request.temperature, request.draws())
-    sequence.commit(outcome, NO_SPECULATION)
+    batch = OpenBatch(requests)
+    outcomes = target.prefill(requests)
+    batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
-    while sequence.is_open:
-        _verify(target, NO_SPECULATION, sequence)
-    return sequence
+    while batch.rows:
+        _verify(target, dict.fromkeys(batch.rows, NO_SPECULATION), batch)
+    return batch
 
 
-def speculative(policy: Speculative, request: Request, target: Target, draft: Draft) -> OpenSequence:
+def speculative(policy: Speculative, requests: Sequence[Request], target: Target, draft: Draft) -> OpenBatch:
     """SD: the target waits while the draft drafts, the draft waits while the target verifies."""
-    sequence, outcome = _begin(policy, request, target, draft)
-    while sequence.is_open:
-        speculation = draft.speculate(outcome, sequence.remaining)
-        outcome = _verify(target, speculation, sequence)
-    return sequence
+    batch, outcomes = _begin(policy, requests, target, draft)
+    while batch.rows:
+        speculations = draft.speculate(batch.verified(outcomes))
+        outcomes = _verify(target, speculations, batch)
+    return batch
 
 
 def speculative_speculative(
-    policy: SpeculativeSpeculative, request: Request, target: Target, draft: Draft
-) -> OpenSequence:
-    """SSD: having answered an outcome, the draft prepares answers to the next ones while the target verifies."""
-    sequence, outcome = _begin(policy, request, target, draft)
-    while sequence.is_open:
-        speculation = draft.speculate(outcome, sequence.remaining)  # a look-up on a hit; the build starts on return
-        outcome = _verify(target, speculation, sequence)
-    return sequence
+    policy: SpeculativeSpeculative, requests: Sequence[Request], target: Target, draft: Draft
+) -> OpenBatch:
+    """SSD: having answered the outcomes, the draft prepares answers to the next ones while the target verifies."""
+    batch, outcomes = _begin(policy, requests, target, draft)
+    while batch.rows:
+        speculations = draft.speculate(batch.verified(outcomes))  # look-ups on hits; the build starts on return
+        outcomes = _verify(target, speculations, batch)
+    return batch
 
 
 def _begin(
-    policy: Speculative | SpeculativeSpeculative, request: Request, target: Target, draft: Draft
-) -> tuple[OpenSequence, Outcome]:
+    policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request], target: Target, draft: Draft
+) -> tuple[OpenBatch, dict[int, Outcome]]:
     """Both prefills, side by side where the roles run side by side."""
-    sequence = OpenSequence(request)
-    draft.begin(policy, request)
+    batch = OpenBatch(requests)
+    draft.begin(policy, requests)
     try:
-        outcome = target.prefill(request.prompt, request.temperature, request.draws())
+        outcomes = target.prefill(requests)
     finally:
         draft.wait()
-    sequence.commit(outcome, NO_SPECULATION)
+    batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
-    return sequence, outcome
+    return batch, outcomes
 
 
-def _verify(target: Target, speculation: Speculation, sequence: OpenSequence) -> Outcome:
-    """One verification, committed and recorded as a round."""
-    context = target.model.length
-    outcome = target.verify(speculation)
-    num_accepted, num_emitted = sequence.commit(outcome, speculation)
-    target.recorder.end_round(speculation.source, len(speculation.tokens), num_accepted, num_emitted, context)
-    return outcome
+def _verify(target: Target, speculations: Mapping[int, Speculation], batch: OpenBatch) -> dict[int, Outcome]:
+    """One verification, committed and recorded as a round of every row."""
+    rows = batch.rows
+    target.keep(rows)
+    contexts = target.contexts(rows)
+    outcomes = target.verify(speculations)
+    counts = batch.commit(outcomes, speculations)
+    target.recorder.end_round(
+        RowRound(row, speculations[row].source, len(speculations[row].tokens), *counts[row], context)
+        for row, context in zip(rows, contexts, strict=True)
+    )
+    return outcomes

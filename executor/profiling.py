@@ -163,7 +163,7 @@ def _log_probs(logits: Tensor, temperature: float) -> Tensor:
 def top2_gap(runner: Runner, tokens: Sequence[int]) -> float:
     """Difference of the target's two largest logits after `tokens`, teacher-forced in one pass."""
     model = runner.target.model
-    model.roll_back(0)
+    model.begin(1)
     largest = model.append(tokens, num_logits=1)[0].topk(2).values
     model.roll_back(0)
     return float(largest[0] - largest[1])

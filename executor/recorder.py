@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from sim.trace import Lane, Operation, Round, Source, Span
 
 
+class RowRound(NamedTuple):
+    """A round of one row, its times left out."""
+
+    row: int
+    source: Source
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    context: int
+
+
 class Recorder:
-    """Spans of one lane and, on the target's side, the rounds of the sequence that is being decoded."""
+    """Spans of one lane and, on the target's side, the rounds of the batch that is being decoded.
+
+    `sequence` is the first one of the rows at work, `round` the number that their rounds share.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.begin_sequence(0)
+        self.begin_batch([0])
 
-    def begin_sequence(self, index: int) -> None:
-        """Forget what was recorded; what follows belongs to sequence `index`, before its first round."""
-        self.sequence = index
+    def begin_batch(self, sequences: Sequence[int]) -> None:
+        """Forget what was recorded; what follows belongs to these sequences, before their first round."""
+        self.sequences = sequences
+        self.sequence = sequences[0]
         self.round = -1
         self.spans: list[Span] = []
         self.rounds: list[Round] = []
@@ -27,26 +44,31 @@ class Recorder:
         self.round = 0
         self.decode_start_s = self.end_s = time.perf_counter()
 
-    def end_round(self, source: Source, num_drafted: int, num_accepted: int, num_emitted: int, context: int) -> None:
-        """The outcome is known: the round ends, and the next one starts at this moment."""
+    def at_work(self, row: int) -> None:
+        """From here on `row` is the first of the batch's rows that are at work."""
+        self.sequence = self.sequences[row]
+
+    def end_round(self, rows: Iterable[RowRound]) -> None:
+        """The outcomes are known: the round ends, and the next one starts at this moment."""
         start_s, self.end_s = self.end_s, time.perf_counter()
-        counts = (num_drafted, num_accepted, num_emitted, context)
-        self.rounds.append(Round(self.sequence, self.round, source, *counts, start_s, self.end_s))
+        for r in rows:
+            counts = (r.num_drafted, r.num_accepted, r.num_emitted, r.context)
+            self.rounds.append(Round(self.sequences[r.row], self.round, r.source, *counts, start_s, self.end_s))
         self.round += 1
 
-    def span(self, operation: Operation, num_tokens: int, context: int) -> _OpenSpan:
-        """Context manager: its body is one operation."""
-        return _OpenSpan(self, operation, num_tokens, context)
+    def span(self, operation: Operation, num_tokens: int, contexts: Sequence[int]) -> _OpenSpan:
+        """Context manager: its body is one operation on `num_tokens` tokens of rows with these contexts."""
+        return _OpenSpan(self, operation, num_tokens, contexts)
 
 
 class _OpenSpan:
-    __slots__ = ("_context", "_num_tokens", "_operation", "_recorder", "_start_s")
+    __slots__ = ("_contexts", "_num_tokens", "_operation", "_recorder", "_start_s")
 
-    def __init__(self, recorder: Recorder, operation: Operation, num_tokens: int, context: int) -> None:
+    def __init__(self, recorder: Recorder, operation: Operation, num_tokens: int, contexts: Sequence[int]) -> None:
         self._recorder = recorder
         self._operation = operation
         self._num_tokens = num_tokens
-        self._context = context
+        self._contexts = contexts
 
     def __enter__(self) -> None:
         self._start_s = time.perf_counter()
@@ -54,8 +76,9 @@ class _OpenSpan:
     def __exit__(self, *_error: object) -> None:
         end_s = time.perf_counter()
         r = self._recorder
-        size = (self._num_tokens, self._context)
-        r.spans.append(Span(r.lane, self._operation, r.sequence, r.round, *size, self._start_s, end_s))
+        num_rows = len(self._contexts)
+        size = (self._num_tokens, sum(self._contexts) // num_rows)
+        r.spans.append(Span(r.lane, self._operation, r.sequence, r.round, *size, self._start_s, end_s, num_rows))
 
 
 def now_s() -> float:

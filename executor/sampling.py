@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sim.policy import Proposer
+
 
 def process(logits: Tensor, temperature: float) -> Tensor:
     """(..., V) logits -> (..., V) float64 probabilities: softmax at `temperature`, one-hot of the argmax at 0.
@@ -20,6 +22,28 @@ def process(logits: Tensor, temperature: float) -> Tensor:
         one_hot = torch.zeros_like(logits).scatter_(-1, token, 1.0)
         return torch.where(largest.isfinite(), one_hot, torch.nan)
     return ((logits - largest) / temperature).softmax(-1)
+
+
+def down_weight(probs: Tensor, logits: Tensor, num_tokens: int, factor: float) -> Tensor:
+    """(..., V) q -> (..., V) q': its `num_tokens` most likely tokens multiplied by `factor`, renormalised (Saguaro
+    sampling, Definition 14). Which tokens those are the logits say, as for the prepared ones."""
+    weights = torch.ones_like(probs).scatter_(-1, by_rank(logits, num_tokens), factor)
+    weighted = probs * weights
+    return weighted / weighted.sum(-1, keepdim=True)
+
+
+def stated_probs(proposer: Proposer, tokens: Tensor, vocab_size: int) -> Tensor:
+    """(..., n) tokens of a proposer that is no model -> (..., n, V) the law that they were drawn from: one-hot for an
+    n-gram, which had no choice, 1/V for a filler."""
+    shape = (*tokens.shape, vocab_size)
+    if proposer is Proposer.FILLER:
+        return torch.full(shape, 1.0 / vocab_size, dtype=torch.float64)
+    return torch.zeros(shape, dtype=torch.float64).scatter_(-1, tokens.unsqueeze(-1), 1.0)
+
+
+def uniform_tokens(uniforms: Tensor, vocab_size: int) -> Tensor:
+    """(...) uniform numbers in [0, 1) -> (...) tokens of the law 1/V."""
+    return (uniforms * vocab_size).long()
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""One sequence while it is decoded."""
+"""The sequences of a batch while they are decoded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from executor.draws import Draws
@@ -55,3 +56,31 @@ class OpenSequence:
                 break
         self.tokens += emitted
         return min(len(accepted), len(emitted)), len(emitted)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How the verification of a row ended, and how many tokens the row may still emit."""
+
+    outcome: Outcome
+    remaining: int
+
+
+class OpenBatch:
+    """Sequences decoded together, numbered by their row; `rows` are those still open."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.sequences = [OpenSequence(request) for request in requests]
+        self.rows = list(range(len(requests)))
+
+    def commit(
+        self, outcomes: Mapping[int, Outcome], speculations: Mapping[int, Speculation]
+    ) -> dict[int, tuple[int, int]]:
+        """`OpenSequence.commit` of each row; rows that end by it leave."""
+        counts = {row: self.sequences[row].commit(outcomes[row], speculations[row]) for row in self.rows}
+        self.rows = [row for row in self.rows if self.sequences[row].is_open]
+        return counts
+
+    def verified(self, outcomes: Mapping[int, Outcome]) -> dict[int, Verified]:
+        """What the draft must know of the open rows."""
+        return {row: Verified(outcomes[row], self.sequences[row].remaining) for row in self.rows}

@@ -8,28 +8,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sim.policy import Proposer
 from sim.trace import Outcome, Source
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Draft tokens and, at temperature > 0, the (n, V) distributions that they were drawn from."""
+    """Draft tokens and where they come from.
+
+    At temperature > 0 the draft model's come with the (n, V) distributions that they were drawn from. The laws of other
+    proposers are known without (`sampling.stated_probs`).
+    """
 
     source: Source
     tokens: tuple[int, ...] = ()
     draft_probs: Tensor | None = None
+    proposer: Proposer = Proposer.DRAFT_MODEL
 
     def first(self, num_tokens: int) -> Speculation:
         """Its first `num_tokens` tokens, all of them if it has fewer."""
         probs = None if self.draft_probs is None else self.draft_probs[:num_tokens]
-        return Speculation(self.source, self.tokens[:num_tokens], probs)
+        return Speculation(self.source, self.tokens[:num_tokens], probs, self.proposer)
 
 
 class SpeculationCache:
     """Outcome -> speculation. Lives one round; each speculation is handed out at most once.
 
     `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the (B,) tokens and, at
-    temperature > 0, the (B, V) distributions.
+    temperature > 0, the (B, V) distributions. An abandoned build leaves outcomes without steps.
     """
 
     def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
@@ -39,11 +45,12 @@ class SpeculationCache:
     def __len__(self) -> int:
         return len(self._branch)
 
-    def take(self, outcome: Outcome) -> Speculation | None:
-        """The prepared speculation, None on a miss."""
-        branch = self._branch.pop(outcome, None)
-        if branch is None:
-            return None
+    def __contains__(self, outcome: Outcome) -> bool:
+        return outcome in self._branch
+
+    def take(self, outcome: Outcome) -> Speculation:
+        """The prepared speculation of an outcome that is in the cache; it is forgotten."""
+        branch = self._branch.pop(outcome)
         tokens = tuple(int(step_tokens[branch]) for step_tokens, _ in self._steps)
         rows = [step_probs[branch] for _, step_probs in self._steps if step_probs is not None]
         return Speculation(Source.HIT, tokens, torch.stack(rows) if rows else None)

@@ -2,80 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from executor.draws import Draws, Purpose
+from executor.draws import Purpose
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import draw, process, verify, verify_greedy
+from executor.sampling import draw, process, stated_probs, verify, verify_greedy
+from executor.sequence import Request
 from executor.speculation_cache import Speculation
 from sim.trace import Operation, Outcome
 
 
 class Target:
-    """The target model on one sequence. Its KV cache holds the committed tokens but the last, which is `pending`."""
+    """The target model on the rows of a batch. Its KV cache holds each row's committed tokens but the last, which is
+    `pending`."""
 
     def __init__(self, model: LanguageModel, recorder: Recorder) -> None:
         self.model = model
         self.recorder = recorder
         self.num_bad_draft_rows = 0  # draft distributions that were not finite, in all verifications so far
 
-    def prefill(self, prompt: tuple[int, ...], temperature: float, draws: Draws) -> Outcome:
-        """Feed the prompt; the outcome's bonus token is the first token of the text."""
-        self._temperature = temperature
-        self._draws = draws
-        self.model.roll_back(0)
-        with self.recorder.span(Operation.PREFILL, num_tokens=len(prompt), context=0):
-            logits = self.model.append(prompt, num_logits=1)
-            return self._emit(Outcome(*self._sample(logits)))
+    def prefill(self, requests: Sequence[Request]) -> dict[int, Outcome]:
+        """Feed the prompts; each outcome's bonus token is the first token of a text."""
+        rows = range(len(requests))
+        prompts = [request.prompt for request in requests]
+        self._temperature = requests[0].temperature
+        self._draws = [request.draws() for request in requests]
+        self.pending = [0] * len(requests)
+        self.model.begin(len(requests))
+        with self.recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(prompts)):
+            logits = self.model.feed(rows, prompts, num_logits=[1] * len(prompts))
+            return {row: self._emit(row, *self._sample(row, logits[row])) for row in rows}
 
-    def verify(self, speculation: Speculation) -> Outcome:
-        """One pass over the pending token and the speculation, acceptance, roll-back to what was accepted.
+    def verify(self, speculations: Mapping[int, Speculation]) -> dict[int, Outcome]:
+        """One pass over the pending tokens and the speculations of all rows still open, acceptance, roll-back to what
+        was accepted.
 
         Raises FloatingPointError, naming sequence and position, if the target's logits define no distribution.
         """
-        drafted = speculation.tokens
-        context = self.model.length
-        with self.recorder.span(Operation.VERIFY, num_tokens=len(drafted) + 1, context=context):
-            logits = self.model.append((self.pending, *drafted))
-            outcome = self._emit(Outcome(*self._sample(logits, speculation)))
-            self.model.roll_back(context + 1 + outcome.num_accepted)
-            return outcome
+        rows = list(speculations)
+        contexts = self.contexts(rows)
+        fed = [(self.pending[row], *speculations[row].tokens) for row in rows]
+        widths = [len(tokens) for tokens in fed]
+        with self.recorder.span(Operation.VERIFY, sum(widths), contexts):
+            outcomes = {}
+            logits = self.model.feed(rows, fed, widths)
+            for row, context, own_logits in zip(rows, contexts, logits, strict=True):
+                outcomes[row] = self._emit(row, *self._sample(row, own_logits, speculations[row]))
+                self.model.roll_back(context + 1 + outcomes[row].num_accepted, row)
+            return outcomes
 
-    def _emit(self, outcome: Outcome) -> Outcome:
-        self.pending = outcome.bonus_token
-        return outcome
+    def contexts(self, rows: Iterable[int]) -> list[int]:
+        """KV entries of each row."""
+        return [self.model.length_of(row) for row in rows]
 
-    def _sample(self, logits: Tensor, speculation: Speculation | None = None) -> tuple[int, int]:
-        """(n+1, V) logits -> number of accepted draft tokens and bonus token."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """The other rows have ended."""
+        self.model.keep(rows)
+        self.recorder.at_work(rows[0])
+
+    def _emit(self, row: int, num_accepted: int, bonus_token: int) -> Outcome:
+        self.pending[row] = bonus_token
+        return Outcome(num_accepted, bonus_token)
+
+    def _sample(self, row: int, logits: Tensor, speculation: Speculation | None = None) -> tuple[int, int]:
+        """(n+1, V) logits of a row -> number of accepted draft tokens and bonus token."""
         drafted = speculation.tokens if speculation else ()
         if self._temperature == 0:
             largest, tokens = logits.max(-1)
-            self._require_finite(largest)
+            self._require_finite(row, largest)
             return verify_greedy(tokens.tolist(), drafted)
         target_probs = process(logits, self._temperature)
-        self._require_finite(target_probs[:, 0])
+        self._require_finite(row, target_probs[:, 0])
         if not drafted:
-            return 0, int(draw(target_probs[0], self._uniforms(Purpose.BONUS)[0]))
-        assert speculation is not None and speculation.draft_probs is not None
-        self.num_bad_draft_rows += int(speculation.draft_probs[:, 0].isnan().sum())
+            return 0, int(draw(target_probs[0], self._uniforms(row, Purpose.BONUS)[0]))
+        assert speculation is not None
+        draft_tokens, draft_probs = torch.tensor(drafted), speculation.draft_probs
+        if draft_probs is None:
+            draft_probs = stated_probs(speculation.proposer, draft_tokens, self.model.vocab_size)
+        self.num_bad_draft_rows += int(draft_probs[:, 0].isnan().sum())
         num_accepted, bonus_token = verify(
             target_probs,
-            torch.tensor(drafted),
-            speculation.draft_probs,
-            accept_uniforms=self._uniforms(Purpose.ACCEPT, len(drafted)),
-            residual_uniform=self._uniforms(Purpose.RESIDUAL)[0],
-            bonus_uniform=self._uniforms(Purpose.BONUS)[0],
+            draft_tokens,
+            draft_probs,
+            accept_uniforms=self._uniforms(row, Purpose.ACCEPT, len(drafted)),
+            residual_uniform=self._uniforms(row, Purpose.RESIDUAL)[0],
+            bonus_uniform=self._uniforms(row, Purpose.BONUS)[0],
         )
         return int(num_accepted), int(bonus_token)
 
-    def _uniforms(self, purpose: Purpose, num: int = 1) -> Tensor:
-        return self._draws.uniforms(purpose, self.recorder.round, num)
+    def _uniforms(self, row: int, purpose: Purpose, num: int = 1) -> Tensor:
+        return self._draws[row].uniforms(purpose, self.recorder.round, num)
 
-    def _require_finite(self, rows: Tensor) -> None:
-        finite = rows.isfinite()
+    def _require_finite(self, row: int, values: Tensor) -> None:
+        finite = values.isfinite()
         if not finite.all():
-            position = self.model.length - len(rows) + int(finite.long().argmin()) + 1
-            where = f"sequence {self.recorder.sequence}, position {position}"
+            position = self.model.length_of(row) - len(values) + int(finite.long().argmin()) + 1
+            where = f"sequence {self.recorder.sequences[row]}, position {position}"
             raise FloatingPointError(f"{where}: the target's logits are not finite")

@@ -17,8 +17,9 @@ SPREAD = 1.5  # standard deviation of the logits
 class HashModel:
     """Stands in for `LanguageModel`. `agreement` 1 makes all models of one seed alike, 0 makes them independent.
 
-    Every slot keeps its token and position. Each forward asserts that what a token sees is a text: positions 0, 1, 2
-    ... without hole or repeat. So a wrong mask, position or roll-back fails at once, or changes the logits.
+    Every slot of every row keeps its token and position. Each forward asserts that what a token sees is a text:
+    positions 0, 1, 2 ... without hole or repeat. So a wrong mask, position or roll-back fails at once, or changes the
+    logits.
     """
 
     dtype = torch.float64
@@ -28,43 +29,83 @@ class HashModel:
         self.vocab_size = vocab_size
         self.max_positions = 4096
         self.num_forwards = 0
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
         self._law = (seed, own_seed, agreement)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self.begin(1)
+
+    def begin(self, num_rows: int) -> None:
+        self.texts: list[list[int]] = [[] for _ in range(num_rows)]
+        self.positions: list[list[int | None]] = [[] for _ in range(num_rows)]
+        self.kept = list(range(num_rows))
+
+    def keep(self, rows) -> None:
+        assert set(rows) <= set(self.kept)
+        self.kept = list(rows)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.texts[0]
 
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return self.length_of(0)
+
+    def length_of(self, row: int) -> int:
+        return len(self.texts[row])
 
     def with_rows(self, num_rows: int) -> "HashModelRows":
         return HashModelRows(self, num_rows)
 
     def append(self, tokens, num_logits=None) -> torch.Tensor:
         self.num_forwards += 1
-        rows = []
-        for token in tokens:
-            self.positions.append(self.length)
-            self.tokens.append(token)
-            rows.append(self._logits(list(range(self.length))))
-        return torch.stack(rows[-num_logits:] if num_logits else rows)
+        return self._fed(0, tokens)[-(num_logits or len(tokens)) :]
 
-    def append_branches(self, tokens, positions, mask) -> torch.Tensor:
+    def feed(self, rows, tokens, num_logits) -> list[torch.Tensor]:
+        assert len(set(rows)) == len(rows) and set(rows) <= set(self.kept) and all(map(len, tokens))
+        if len(self.texts) == 1:
+            return [self.append(tokens[0], num_logits[0])]
         self.num_forwards += 1
-        self.tokens += tokens.tolist()
-        self.positions += positions.tolist()
-        assert mask.shape == (1, 1, len(tokens), self.length)
-        return torch.stack([self._logits(torch.nonzero(row == 0).flatten().tolist()) for row in mask[0, 0]])
+        return [self._fed(row, own)[-num:] for row, own, num in zip(rows, tokens, num_logits, strict=True)]
 
-    def roll_back(self, length: int) -> None:
-        if not 0 <= length <= self.length:
+    def _fed(self, row: int, tokens) -> torch.Tensor:
+        logits = []
+        for token in tokens:
+            self.positions[row].append(self.length_of(row))
+            self.texts[row].append(token)
+            logits.append(self._logits(row, list(range(self.length_of(row)))))
+        return torch.stack(logits)
+
+    def level(self, rows) -> int:
+        length = max(self.length_of(row) for row in rows)
+        for row in rows:
+            num_skipped = length - self.length_of(row)
+            self.texts[row] += [0] * num_skipped
+            self.positions[row] += [None] * num_skipped
+        return length
+
+    def append_branches(self, rows, tokens, positions, mask) -> torch.Tensor:
+        self.num_forwards += 1
+        assert set(rows) <= set(self.kept)
+        logits = []
+        for place, row in enumerate(rows):
+            self.texts[row] += tokens[place].tolist()
+            self.positions[row] += positions[place].tolist()
+            assert mask.shape == (len(rows), 1, tokens.shape[1], self.length_of(row))
+            visible = [torch.nonzero(own == 0).flatten().tolist() for own in mask[place, 0]]
+            logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
+        return torch.stack(logits)
+
+    def roll_back(self, length: int, row: int = 0) -> None:
+        if not 0 <= length <= self.length_of(row):
             raise ValueError
-        del self.tokens[length:], self.positions[length:]
+        del self.texts[row][length:], self.positions[row][length:]
 
-    def _logits(self, visible: list[int]) -> torch.Tensor:
-        ordered = sorted(visible, key=lambda slot: self.positions[slot])
-        assert [self.positions[slot] for slot in ordered] == list(range(len(ordered)))
-        return self.logits_after(tuple(self.tokens[slot] for slot in ordered))
+    def _logits(self, row: int, visible: list[int]) -> torch.Tensor:
+        positions = self.positions[row]
+        assert None not in [positions[slot] for slot in visible]  # a slot that holds nothing
+        ordered = sorted(visible, key=lambda slot: positions[slot])
+        assert [positions[slot] for slot in ordered] == list(range(len(ordered)))
+        return self.logits_after(tuple(self.texts[row][slot] for slot in ordered))
 
     def logits_after(self, text: tuple[int, ...]) -> torch.Tensor:
         """(V,) logits after a text."""

@@ -12,17 +12,19 @@ from executor.execute import execute
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency
 from sim.errors import BadInput
 from sim.metrics import overlap
-from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Workload
 from tests.executor.tiny_models import prompts
 
+SSD = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 POLICIES = [
     Autoregressive(),
-    *(Speculative(K) for K in (1, 4)),
-    SpeculativeSpeculative(4, (2,) * 5, (3,) * 5),
+    *(Speculative(K) for K in (0, 1, 4)),
+    SSD,
     SpeculativeSpeculative(4, (2,) * 5, (8,), Fallback.NONE),
     SpeculativeSpeculative(1, (0, 0), (0, 0)),
+    *(SpeculativeSpeculative(4, (2,) * 5, (1,) * 5, fallback) for fallback in (Fallback.NGRAM, Fallback.FILLER)),
 ]
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
 
@@ -39,14 +41,16 @@ def two_processes(tiny_pair):
 
 
 @needs_two_cores
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_two_processes_decode_what_one_decodes(policy, temperature, two_processes, tiny_serial) -> None:
-    rules = Workload("test", prompts(3, 9), 32, temperature, stop_ids=(17,))
+def test_two_processes_decode_what_one_decodes(policy, temperature, batch_size, two_processes, tiny_serial) -> None:
+    texts = prompts(2, 9) + prompts(2, 4)
+    rules = Workload("test", texts, 32, temperature, stop_ids=(17,), batch_size=batch_size)
     together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
     assert together.digest() == alone.digest()
     operations = [
-        sorted((s.sequence, s.round, s.lane, s.operation, s.num_tokens, s.context) for s in trace.spans)
+        sorted((s.sequence, s.round, s.lane, s.operation, s.num_tokens, s.context, s.batch_size) for s in trace.spans)
         for trace in (together, alone)
     ]
     # The build beside the last verification may still run when the sequence is over; it is finished and recorded too.
@@ -54,13 +58,28 @@ def test_two_processes_decode_what_one_decodes(policy, temperature, two_processe
 
 
 @needs_two_cores
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_abandoned_builds_and_down_weighting_decode_what_one_process_decodes(
+    temperature, two_processes, tiny_serial
+) -> None:
+    """How much of a build is run is a matter of time; what is decoded is not."""
+    downweight = 0.5 if temperature else 1.0
+    policy = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5, downweight=downweight, on_late_build=LateBuild.ABANDON)
+    rules = Workload("test", prompts(4, 9), 32, temperature, stop_ids=(17,), batch_size=2)
+    together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
+    assert together.digest() == alone.digest()
+    steps = [sum(s.operation is Operation.TREE_STEP for s in trace.spans) for trace in (together, alone)]
+    assert steps[0] <= steps[1]
+
+
+@needs_two_cores
 def test_the_build_runs_beside_the_verification(two_processes) -> None:
-    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), two_processes)
+    trace = execute(SSD, Workload("test", prompts(2, 9), 32), two_processes)
     assert overlap([trace]).value > 0
 
 
 def test_one_process_does_one_thing_at_a_time(tiny_serial) -> None:
-    trace = execute(POLICIES[3], Workload("test", prompts(2, 9), 32), tiny_serial)
+    trace = execute(SSD, Workload("test", prompts(2, 9), 32), tiny_serial)
     assert {s.lane for s in trace.spans} == set(Lane)
     assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(trace.spans))
     assert overlap([trace]).value == 0
@@ -74,9 +93,9 @@ def test_a_runner_survives_a_failed_sequence(two_processes, tiny_serial, monkeyp
         two_processes.target.model, "append", lambda *args, **kwargs: honest(*args, **kwargs) * torch.nan
     )
     with pytest.raises(FloatingPointError):
-        execute(POLICIES[3], rules, two_processes)
+        execute(SSD, rules, two_processes)
     monkeypatch.undo()
-    again, alone = (execute(POLICIES[3], rules, runner) for runner in (two_processes, tiny_serial))
+    again, alone = (execute(SSD, rules, runner) for runner in (two_processes, tiny_serial))
     assert again.digest() == alone.digest()
 
 

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from executor import draft_process
+from executor.concurrency import open_runner
 from executor.draft_process import DraftFailed, ProcessDraft
-from executor.sequence import Request
-from sim.policy import SpeculativeSpeculative
-from sim.trace import Outcome
+from executor.execute import execute
+from executor.sequence import Request, Verified
+from sim.policy import Autoregressive, Drafting, Speculative, SpeculativeSpeculative
+from sim.trace import Outcome, Source
+from sim.workload import Workload
+from tests.executor.tiny_models import prompts
 
+REQUEST = Request(0, (1, 2), 8, 0.0, (), seed=0)
+FIRST_TOKEN = {0: Verified(Outcome(0, 1), remaining=7)}
 ROOT = Path(__file__).parents[2]
 POLICY = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 
 
 @pytest.fixture(scope="module")
-def two_drafts(tiny_pair):
-    """Two children for two tests that end them; they load side by side."""
+def drafts(tiny_pair):
+    """Children for tests that end them; they load side by side."""
     cores = sorted(os.sched_getaffinity(0))
-    drafts = [ProcessDraft(tiny_pair, "float64", core) for core in (cores[0], cores[-1])]
+    drafts = [ProcessDraft(tiny_pair, "float64", cores[i % len(cores)], answer_timeout_s=1.0) for i in range(4)]
     for draft in drafts:
         draft.wait_until_loaded()
     yield drafts
@@ -30,28 +37,88 @@ def two_drafts(tiny_pair):
         draft.close()
 
 
-def test_an_exception_in_the_child_arrives_with_its_traceback(two_drafts) -> None:
-    draft = two_drafts[0]
+def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
+    draft = drafts[0]
     unknown_token = Request(0, (10**6,), 8, 0.0, (), seed=0)
-    draft.begin(POLICY, unknown_token)
+    draft.begin(POLICY, [unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
     with pytest.raises(DraftFailed, match="died"):
-        draft.speculate(Outcome(0, 1), remaining=4)
+        draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
     draft.process.join(10)
     assert not draft.process.is_alive()
 
 
-def test_a_killed_child_is_noticed(two_drafts) -> None:
-    draft = two_drafts[1]
-    draft.begin(POLICY, Request(0, (1, 2), 8, 0.0, (), seed=0))
+def test_a_killed_child_is_noticed(drafts) -> None:
+    draft = drafts[1]
+    draft.begin(POLICY, [Request(0, (1, 2), 8, 0.0, (), seed=0)])
     draft.wait()
     os.kill(draft.process.pid, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match="died with exit code -9"):
         for _ in range(3):
-            draft.speculate(Outcome(0, 1), remaining=4)
+            draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
     assert time.monotonic() - start_s < 10
+
+
+class HangingPolicy(Speculative):
+    """Its draft tokens never come."""
+
+    def drafting(self, source: Source) -> Drafting:
+        time.sleep(600)
+        return super().drafting(source)
+
+
+def test_a_hanging_child_is_ended_and_says_where_it_hangs(drafts) -> None:
+    draft = drafts[2]
+    draft.begin(HangingPolicy(3), [REQUEST])
+    draft.wait()
+    start_s = time.monotonic()
+    with pytest.raises(DraftFailed, match=r"(?s)has not answered for 1.0 s.*test_draft_process\.py.* in drafting"):
+        draft.speculate(FIRST_TOKEN)
+    assert time.monotonic() - start_s < 10
+    draft.process.join(5)
+    assert not draft.process.is_alive()
+
+
+def test_replies_that_nobody_waits_for_are_dropped_and_a_stopped_child_is_ended(drafts) -> None:
+    draft = drafts[3]
+    speculations = []
+    for num_left_open in range(3):
+        draft.begin(POLICY, [REQUEST])
+        draft.wait()
+        speculations.append(draft.speculate(FIRST_TOKEN)[0].tokens)
+        for token in range(num_left_open):  # the caller is interrupted before it has read the reply
+            draft._send(draft_process._ROUND, draft_process._pack_verified({0: Verified(Outcome(0, token), 3)}))
+    assert len(set(speculations)) == 1 and len(speculations[0]) == 4
+    os.kill(draft.process.pid, signal.SIGSTOP)
+    draft.begin(POLICY, [REQUEST])
+    with pytest.raises(DraftFailed, match="did not say where"):
+        draft.wait()
+    draft.process.join(5)
+    assert not draft.process.is_alive()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
+def test_a_run_survives_its_draft_if_told_so(tiny_pair, tiny_serial) -> None:
+    rules = Workload("test", prompts(4, 9), 32, stop_ids=(17,))
+    expected = [s.tokens for s in execute(Autoregressive(), rules, tiny_serial).sequences]
+    with open_runner(tiny_pair, "processes", dtype="float64") as runner:
+        child, honest, num_rounds = runner.draft.process, runner.target.verify, []
+
+        def verify(speculations):
+            num_rounds.append(1)
+            if len(num_rounds) == 6:
+                os.kill(child.pid, signal.SIGKILL)
+            return honest(speculations)
+
+        runner.target.verify = verify
+        trace = execute(POLICY, rules, runner, on_draft_failure="continue")
+        assert [s.tokens for s in trace.sequences] == expected
+        assert trace.meta["draft_failure"]["round"] > 0
+        assert "died with exit code -9" in trace.meta["draft_failure"]["message"]
+        with pytest.raises(DraftFailed, match="died with exit code -9"):
+            execute(POLICY, rules, runner)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")

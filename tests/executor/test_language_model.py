@@ -96,17 +96,64 @@ def test_rows_equal_solo_runs(model: LanguageModel) -> None:
     assert model.length == 0
 
 
+def test_rows_of_different_lengths_equal_solo_runs(model: LanguageModel) -> None:
+    """Prompts of 3, 7 and 12 tokens, then blocks of different widths; one row rolls back, one leaves, one rests."""
+    texts = [[5, 9, 77], TEXT[:7], TEXT[::-1]]
+    model.begin(3)
+
+    def feed(rows, blocks, num_logits) -> None:
+        logits = model.feed(rows, blocks, num_logits)
+        for row, block, num, got in zip(rows, blocks, num_logits, logits, strict=True):
+            texts[row] = texts[row][: model.length_of(row) - len(block)] + block
+            assert torch.allclose(got, plain_logits(model, texts[row])[-num:], **EXACT)
+            assert model.texts[row] == texts[row]
+
+    feed([0, 1, 2], [list(text) for text in texts], [3, 7, 1])
+    feed([2, 0, 1], [[1, 2], [3], [4, 5, 6, 7]], [2, 1, 3])
+    model.roll_back(8, row=1)
+    feed([0, 1], [[8, 9, 10], [11]], [3, 1])
+    feed([1, 2], [[12], [13, 14]], [1, 2])
+    model.keep([1, 2])
+    feed([1, 2], [[15, 16], [17]], [2, 1])
+    feed([2], [[18]], [1])
+    model.keep([2])
+    feed([2], [[19, 20]], [2])
+
+
+def test_branches_of_rows_equal_plain_continuations(model: LanguageModel) -> None:
+    """Three rows of different lengths, of which the first and the last build two and three branches."""
+    model.begin(3)
+    prefixes = [TEXT[:4], TEXT[:6], TEXT[:9]]
+    model.feed([0, 1, 2], prefixes, [1, 1, 1])
+    rows, lengths = [2, 0], [9, 4]
+    starts = torch.tensor([[9, 7, 8], [4, 2, 1]])  # the last branch of row 0 stands for nothing
+    tokens = torch.tensor([[[21, 3, 9], [22, 4, 9], [23, 5, 8]], [[31, 1, 2], [32, 2, 2], [0, 0, 0]]])
+    num_slots = model.level(rows)
+    mask = branch_mask(starts, num_slots, 3, model.dtype)
+    for step in range(3):
+        visible = mask[..., : num_slots + 3 * (step + 1)]
+        logits = model.append_branches(rows, tokens[..., step], starts + step, visible)
+        for place, branch in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+            text = prefixes[rows[place]][: starts[place, branch]] + tokens[place, branch, : step + 1].tolist()
+            assert torch.allclose(logits[place, branch], plain_logits(model, text)[-1], **EXACT)
+    for row, length in zip(rows, lengths, strict=True):
+        model.roll_back(length, row)
+        assert model.texts[row] == prefixes[row]
+    (again,) = model.feed([0], [[50]], [1])
+    assert torch.allclose(again, plain_logits(model, [*prefixes[0], 50])[-1:], **EXACT)
+
+
 def test_every_branch_equals_a_plain_continuation(model: LanguageModel) -> None:
     """Branches start after 0, 1, 2 of two draft tokens and see neither the rest nor one another."""
     prefix, drafted, num_steps = TEXT[:5], [40, 41], 3
     starts, branch_tokens = [0, 1, 1, 2, 2], torch.tensor([[9, 8, 7], [9, 8, 7], [21, 8, 7], [22, 1, 1], [9, 0, 3]])
     model.append(prefix + drafted)
     positions = torch.tensor([len(prefix) + k for k in starts])
-    mask = branch_mask(positions, model.length, num_steps, model.dtype)
+    mask = branch_mask(positions[None], model.length, num_steps, model.dtype)
     steps = []
     for step in range(num_steps):
         visible = mask[..., : model.length + len(starts)]
-        steps.append(model.append_branches(branch_tokens[:, step], positions + step, visible))
+        steps.append(model.append_branches([0], branch_tokens[None, :, step], positions[None] + step, visible)[0])
     for branch, k in enumerate(starts):
         text = prefix + drafted[:k] + branch_tokens[branch].tolist()
         expected = plain_logits(model, text)[-num_steps:]
@@ -117,8 +164,9 @@ def test_the_cache_grows_beyond_its_capacity() -> None:
     cache = SlotCache(num_layers=1, capacity=2)
     states = torch.randn(1, 2, 7, 4)
     for start, end in itertools.pairwise([0, 1, 3, 7]):
+        cache.aim([0], end - start)
         keys, values = cache.update(states[:, :, start:end], -states[:, :, start:end], 0)
-        cache.advance(end - start)
+        cache.advance(0, end - start)
     assert torch.equal(keys, states) and torch.equal(values, -states)
 
 
@@ -135,7 +183,7 @@ def test_the_self_test_accepts_what_can_be_rolled_back(family: str) -> None:
 
 
 def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> None:
-    monkeypatch.setattr(SlotCache, "roll_back", lambda cache, length: None)
+    monkeypatch.setattr(SlotCache, "roll_back", lambda cache, length, row: None)
     with pytest.raises(BadInput, match="rolled-back"):
         LanguageModel(llama(1, seed=0), name="broken").check()
 
@@ -143,12 +191,14 @@ def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> N
 def test_llama_layer_by_layer_equals_its_forward_method() -> None:
     model = llama(2, seed=0)
     mask, tokens, positions = causal_mask(12, 0, torch.float64), torch.tensor([TEXT]), torch.arange(12)[None]
-    with torch.inference_mode():
-        logits = [
-            one_pass(model)(tokens, positions, mask, SlotCache(2, MAX_POSITIONS), num_logits=5)
-            for one_pass in (GeneralPass, LlamaPass)
-        ]
-    assert torch.equal(*logits)
+    for wanted in (None, 5, torch.tensor([[3, 11, 0]])):
+        logits = []
+        for one_pass in (GeneralPass, LlamaPass):
+            cache = SlotCache(2, MAX_POSITIONS)
+            cache.aim([0], 12)
+            with torch.inference_mode():
+                logits.append(one_pass(model)(tokens, positions, mask, cache, wanted))
+        assert torch.allclose(*logits, **EXACT)
 
 
 def test_only_a_plain_llama_goes_layer_by_layer() -> None:

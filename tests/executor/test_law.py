@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+import executor.target
 from executor.drafting import Drafter
 from executor.draws import Draws, Purpose
 from executor.execute import execute
@@ -27,6 +28,12 @@ POLICIES = {
     "SSD, every look-up misses, draft": SpeculativeSpeculative(2, (0, 0, 0), (0, 0, 0)),
     "SSD, mixed, draft": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1)),
     "SSD, mixed, none": SpeculativeSpeculative(2, (1, 1, 2), (2,), Fallback.NONE),
+    "SSD, mixed, n-gram": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1), Fallback.NGRAM),
+    "SSD, mixed, filler": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1), Fallback.FILLER),
+    "SSD, mixed, draft missing": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1), Fallback.DRAFT_MISSING),
+    "SSD, down-weighted": SpeculativeSpeculative(2, (1, 1, 2), (1, 2, 1), downweight=0.3),
+    "SSD, mostly hits, down-weighted": SpeculativeSpeculative(2, (2, 2, 2), (2, 2, 2), downweight=0.2),
+    "SSD, filler, down-weighted": SpeculativeSpeculative(2, (1, 1, 2), (1, 0, 1), Fallback.FILLER, 0.3),
 }
 SOURCES_AFTER_THE_FIRST = {
     "SD": {Source.SYNCHRONOUS},
@@ -34,6 +41,12 @@ SOURCES_AFTER_THE_FIRST = {
     "SSD, every look-up misses, draft": {Source.MISS},
     "SSD, mixed, draft": {Source.HIT, Source.MISS},
     "SSD, mixed, none": {Source.HIT, Source.MISS},
+    "SSD, mixed, n-gram": {Source.HIT, Source.MISS},
+    "SSD, mixed, filler": {Source.HIT, Source.MISS},
+    "SSD, mixed, draft missing": {Source.HIT, Source.MISS},
+    "SSD, down-weighted": {Source.HIT, Source.MISS},
+    "SSD, mostly hits, down-weighted": {Source.HIT, Source.MISS},
+    "SSD, filler, down-weighted": {Source.HIT, Source.MISS},
 }
 
 
@@ -41,8 +54,8 @@ def models() -> tuple[HashModel, HashModel]:
     return HashModel(VOCAB_SIZE, seed=0), HashModel(VOCAB_SIZE, seed=0, own_seed=1, agreement=0.3)
 
 
-def run(policy):
-    rules = Workload("toy", (PROMPT,) * NUM_SEQUENCES, NUM_TOKENS, temperature=1.0)
+def run(policy, batch_size=1):
+    rules = Workload("toy", (PROMPT,) * NUM_SEQUENCES, NUM_TOKENS, temperature=1.0, batch_size=batch_size)
     return execute(policy, rules, serial_runner(*models()), seed=11)
 
 
@@ -73,8 +86,26 @@ def test_emitted_law_is_the_targets(name: str) -> None:
     assert p_value(trace) > LEVEL
 
 
-def argmax_with_soft_q(drafter, logits, uniforms):
+@pytest.mark.parametrize("name", ["SSD, mixed, draft", "SSD, mixed, draft missing", "SSD, down-weighted"])
+def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
+    trace = run(POLICIES[name], batch_size=3)
+    redrafts = POLICIES[name].fallback is Fallback.DRAFT
+    assert (Source.REDRAFTED in {r.source for r in trace.rounds}) == redrafts
+    assert p_value(trace) > LEVEL
+
+
+def argmax_with_soft_q(drafter, logits, uniforms, drafting, draft_index):
     return logits.argmax(-1), process(logits, 1.0)
+
+
+def drawn_from_q_tested_with_another(drafter, logits, uniforms, drafting, draft_index):
+    """Draws from q' and hands on q."""
+    tokens, _ = HONEST_SAMPLE(drafter, logits, uniforms, drafting, draft_index)
+    return tokens, process(logits, 1.0)
+
+
+def filler_tested_with_a_draft_law(proposer, tokens, vocab_size):
+    return torch.tensor([0.55, 0.05, 0.25, 0.15], dtype=torch.float64).expand(*tokens.shape, vocab_size)
 
 
 def noise_of_one_purpose(draws, purpose, round_index, num):
@@ -82,6 +113,7 @@ def noise_of_one_purpose(draws, purpose, round_index, num):
 
 
 HONEST_UNIFORMS = Draws.uniforms
+HONEST_SAMPLE = Drafter._sample
 
 
 @pytest.mark.parametrize(
@@ -91,6 +123,9 @@ HONEST_UNIFORMS = Draws.uniforms
         ("SSD, every look-up hits", Drafter, "_sample", argmax_with_soft_q),
         ("SD", Draws, "uniforms", noise_of_one_purpose),
         ("SSD, mixed, none", Draws, "uniforms", noise_of_one_purpose),
+        ("SSD, down-weighted", Drafter, "_sample", drawn_from_q_tested_with_another),
+        ("SSD, mostly hits, down-weighted", Drafter, "_sample", drawn_from_q_tested_with_another),
+        ("SSD, mixed, filler", executor.target, "stated_probs", filler_tested_with_a_draft_law),
     ],
 )
 def test_known_faults_fail_the_test(name: str, owner, attribute, fault, monkeypatch) -> None:

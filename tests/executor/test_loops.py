@@ -8,7 +8,7 @@ import torch
 from executor.execute import execute
 from executor.language_model import LanguageModel
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
 from tests.executor.hash_model import HashModel, serial_runner
@@ -20,7 +20,7 @@ LENGTHS = (1, 2, 4, 8)
 
 def ssd(K: int, fan_out: int = 2, fallback: Fallback = Fallback.DRAFT, after_miss: int | None = None):
     """The same number of branches for every accept count."""
-    entries = K + 1 if fallback is Fallback.DRAFT else 1
+    entries = 1 if fallback is Fallback.NONE else K + 1
     other = fan_out if after_miss is None else after_miss
     return SpeculativeSpeculative(K, (fan_out,) * (K + 1), (other,) * entries, fallback)
 
@@ -33,6 +33,13 @@ def policies(K: int):
         ssd(K, 0),
         ssd(K, 0, after_miss=2),
     ]
+
+
+def with_any_fallback(K: int):
+    """The same, and SSD whose fallback is no model, whose late builds are abandoned."""
+    abandoning = SpeculativeSpeculative(K, (2,) * (K + 1), (1,) * (K + 1), on_late_build=LateBuild.ABANDON)
+    others = (Fallback.NGRAM, Fallback.FILLER, Fallback.DRAFT_MISSING)
+    return [*policies(K), *(ssd(K, fallback=fallback) for fallback in others), abandoning]
 
 
 def workload(max_new_tokens: int, texts=((1, 2, 3), (4,), (5, 6, 7, 8, 9)), temperature=0.0, stop_ids=()) -> Workload:
@@ -76,7 +83,7 @@ def test_greedy_text_does_not_depend_on_the_policy(K: int, agreement: float) -> 
     runner = hash_runner(agreement)
     expected = execute(Autoregressive(), rules, runner)
     check_counters(expected, rules)
-    for policy in policies(K):
+    for policy in with_any_fallback(K):
         trace = execute(policy, rules, runner)
         assert texts(trace) == texts(expected), policy.name
         check_counters(trace, rules)
@@ -88,7 +95,7 @@ def test_the_cap_is_never_overshot(K: int, cap: int) -> None:
     runner = hash_runner()
     full = texts(execute(Autoregressive(), workload(10), runner))
     runner.target.model.num_forwards = 0
-    for policy in [Autoregressive(), *policies(K)]:
+    for policy in [Autoregressive(), *with_any_fallback(K)]:
         trace = execute(policy, workload(cap), runner)
         assert texts(trace) == [text[:cap] for text in full]
         check_counters(trace, workload(cap))
@@ -107,7 +114,7 @@ def test_a_stop_token_anywhere_ends_the_sequence_where_ar_ends_it(K: int) -> Non
             rules = workload(32, stop_ids=stop_ids)
             expected = execute(Autoregressive(), rules, runner)
             check_counters(expected, rules)
-            for policy in policies(K):
+            for policy in with_any_fallback(K):
                 trace = execute(policy, rules, runner)
                 assert texts(trace) == texts(expected)
                 check_counters(trace, rules)
@@ -128,7 +135,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(K: int) -> None:
     assert sources == {Source.FIRST, Source.HIT}
 
 
-@pytest.mark.parametrize("policy", policies(3), ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", with_any_fallback(3), ids=lambda policy: policy.name)
 def test_the_draft_cache_holds_the_committed_text_in_every_round(policy, monkeypatch) -> None:
     """After each commit: a prefix of the text and, where the draft drafted, never more than two tokens behind."""
     from executor.drafting import Drafter
@@ -136,15 +143,15 @@ def test_the_draft_cache_holds_the_committed_text_in_every_round(policy, monkeyp
     commit = Drafter.commit
     lags = []
 
-    def audited(drafter, tokens):
-        commit(drafter, tokens)
-        assert drafter.model.tokens == drafter.committed[: drafter.model.length]
-        lags.append(len(drafter.committed) - drafter.model.length)
+    def audited(drafter, row, tokens):
+        commit(drafter, row, tokens)
+        assert drafter.model.texts[row] == drafter.committed[row][: drafter.model.length_of(row)]
+        lags.append(len(drafter.committed[row]) - drafter.model.length_of(row))
 
     monkeypatch.setattr(Drafter, "commit", audited)
     trace = execute(policy, workload(40), hash_runner())
     assert len(lags) == len(trace.rounds)
-    never_drafts = isinstance(policy, SpeculativeSpeculative) and policy.fallback is Fallback.NONE
+    never_drafts = isinstance(policy, SpeculativeSpeculative) and not policy.drafts_in_the_open
     assert max(lags) <= 2 or never_drafts
 
 
@@ -162,7 +169,7 @@ def test_spans_are_the_operations_of_the_policy() -> None:
     K, rules = 3, workload(30)
     runner = hash_runner()
     counts = {}
-    for policy in [Autoregressive(), *policies(K)]:
+    for policy in [Autoregressive(), *with_any_fallback(K)]:
         trace = execute(policy, rules, runner)
         spans = {operation: [s for s in trace.spans if s.operation is operation] for operation in Operation}
         counts[policy.name] = {operation: len(found) for operation, found in spans.items()}
@@ -170,6 +177,8 @@ def test_spans_are_the_operations_of_the_policy() -> None:
             (r.sequence, r.index, r.num_drafted + 1, r.context) for r in trace.rounds
         ]
         assert {s.lane for s in spans[Operation.VERIFY]} == {Lane.TARGET}
+        if isinstance(policy, SpeculativeSpeculative) and not policy.drafts_in_the_open:
+            assert spans[Operation.DRAFT_STEP] == []
         assert all(s.num_tokens in (1, 2) for s in spans[Operation.DRAFT_STEP])
         for lane in Lane:
             own = [s for s in trace.spans if s.lane is lane]
@@ -297,7 +306,7 @@ def test_real_models_give_the_text_that_transformers_generates(K: int, tiny_seri
     expected = [generate(tiny_serial.target.model, prompt, 32) for prompt in rules.prompts]
     assert len(set(expected[0])) > 8  # the text has not collapsed
     accepted = 0
-    for policy in [Autoregressive(), *policies(K)]:
+    for policy in [Autoregressive(), *with_any_fallback(K)]:
         trace = execute(policy, rules, tiny_serial)
         assert texts(trace) == expected, policy.name
         accepted += sum(r.num_accepted for r in trace.rounds)

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from executor.sampling import by_rank, draw, process, rank, verify, verify_greedy
+from executor.sampling import (
+    by_rank,
+    down_weight,
+    draw,
+    process,
+    rank,
+    stated_probs,
+    uniform_tokens,
+    verify,
+    verify_greedy,
+)
+from sim.policy import Proposer
 
 NUM_TRIALS = 200_000  # noise floor of the total variation at four tokens: .0015, worst of 500 .0046
 GATE = 0.01
@@ -29,16 +40,15 @@ def emitted(p: list[float], sampled_from: list[float], tested_with: list[float])
     return first_token_law(p, tokens, tested_with)
 
 
-def first_token_law(p: list[float], tokens: torch.Tensor, tested_with: list[float]) -> tuple[torch.Tensor, float]:
+def first_token_law(p: list[float], tokens: torch.Tensor, tested_with) -> tuple[torch.Tensor, float]:
     accept, residual, bonus = (
         uniforms(NUM_TRIALS, 1, seed=2),
         uniforms(NUM_TRIALS, seed=3),
         uniforms(NUM_TRIALS, seed=4),
     )
     target_probs = rows(p)[:, None].expand(-1, 2, -1)
-    num_accepted, bonus_token = verify(
-        target_probs, tokens[:, None], rows(tested_with)[:, None], accept, residual, bonus
-    )
+    draft_probs = tested_with if isinstance(tested_with, torch.Tensor) else rows(tested_with)
+    num_accepted, bonus_token = verify(target_probs, tokens[:, None], draft_probs[:, None], accept, residual, bonus)
     first = torch.where(num_accepted == 1, tokens, bonus_token)
     return law(first, len(p)), num_accepted.double().mean().item()
 
@@ -76,10 +86,57 @@ def test_any_draft_law_is_lossless_if_tested_with_what_it_was_drawn_from(q: list
 
 
 def test_down_weighted_draft_law() -> None:
-    p, weighted = FIXTURES["several residual tokens"][0], [0.0769, 0.2308, 0.1538, 0.5385]
+    p, q, _ = FIXTURES["several residual tokens"]
+    weighted = down_weighted(q, num_tokens=1, factor=0.5)
+    assert weighted == pytest.approx([0.0769, 0.2308, 0.1538, 0.5385], abs=1e-4)
     first, acceptance = emitted(p, weighted, weighted)
     assert total_variation(first, p) < GATE
     assert acceptance == pytest.approx(0.5615, abs=0.01)
+
+
+def down_weighted(q: list[float], num_tokens: int, factor: float) -> list[float]:
+    probs = torch.tensor(q, dtype=torch.float64)
+    return down_weight(probs, probs.log(), num_tokens, factor).tolist()
+
+
+def test_down_weighting_shifts_the_residual_to_what_is_prepared() -> None:
+    """The paper's example: the acceptance stays .98; all of the residual moves to the two likely tokens."""
+    p, q = [0.48, 0.48, 0.02, 0.02], [0.49, 0.49, 0.01, 0.01]
+    weighted = down_weighted(q, num_tokens=2, factor=47 / 147)
+    acceptances, prepared = [], []
+    for law_of_draft in (q, weighted):
+        difference = torch.tensor(p, dtype=torch.float64) - torch.tensor(law_of_draft, dtype=torch.float64)
+        residual = difference.clamp(min=0)
+        acceptances.append(1 - residual.sum().item())
+        prepared.append(residual[:2].sum().item() / residual.sum().item())
+    assert acceptances == pytest.approx([0.98, 0.98])
+    assert prepared == pytest.approx([0.0, 1.0])
+
+
+def test_down_weighting_takes_the_order_of_the_logits_and_keeps_bad_rows_bad() -> None:
+    logits = torch.tensor([[2.0, 2.0, 1.0], [torch.nan, 0.0, 0.0]])
+    weighted = down_weight(process(logits, 1.0), logits, num_tokens=1, factor=0.5)
+    assert weighted[0, 0] == pytest.approx(weighted[0, 1].item() / 2)
+    assert weighted[0].sum() == pytest.approx(1)
+    assert weighted[1].isnan().all()
+
+
+@pytest.mark.parametrize(("proposer", "acceptance"), [(Proposer.FILLER, 0.80), (Proposer.NGRAM, 0.25)])
+def test_tokens_of_no_model_are_tested_with_their_own_law(proposer: Proposer, acceptance: float) -> None:
+    p = FIXTURES["one residual token"][0]
+    tokens = uniform_tokens(uniforms(NUM_TRIALS, seed=1), 4) if proposer is Proposer.FILLER else FILLED_WITH_ONE
+    first, measured = first_token_law(p, tokens, stated_probs(proposer, tokens, 4))
+    assert total_variation(first, p) < GATE
+    assert measured == pytest.approx(acceptance, abs=0.01)
+
+
+FILLED_WITH_ONE = torch.ones(NUM_TRIALS, dtype=torch.long)  # what an n-gram proposes is no matter of chance
+
+
+def test_filler_tokens_are_uniform() -> None:
+    tokens = uniform_tokens(uniforms(NUM_TRIALS, seed=1), 7)
+    assert total_variation(law(tokens, 7), [1 / 7] * 7) < GATE
+    assert uniform_tokens(torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), 7).tolist() == [0, 6]
 
 
 @pytest.mark.parametrize(
