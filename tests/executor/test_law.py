@@ -19,7 +19,7 @@ from tests.executor.hash_model import HashModel, serial_runner
 VOCAB_SIZE = 4
 PROMPT = (1, 2)
 NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
-NUM_SEQUENCES = 1500
+NUM_SEQUENCES = 900
 LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed
 
 POLICIES = {

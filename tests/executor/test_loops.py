@@ -76,8 +76,7 @@ def check_counters(trace, rules: Workload) -> None:
         assert sequence.stopped == (bool(sequence.tokens) and sequence.tokens[-1] in rules.stop_ids)
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("K", [*LENGTHS, 20])
+@pytest.mark.parametrize(("K", "agreement"), [*itertools.product(LENGTHS, (0.0, 0.7, 1.0)), (20, 0.7)])
 def test_greedy_text_does_not_depend_on_the_policy(K: int, agreement: float) -> None:
     rules = workload(30, [(1, 2, 3), (4,)])
     runner = hash_runner(agreement)
@@ -104,7 +103,7 @@ def test_the_cap_is_never_overshot(K: int, cap: int) -> None:
     assert (runner.target.model.num_forwards == 0) == (cap == 0)
 
 
-@pytest.mark.parametrize("K", [1, 4, 8])
+@pytest.mark.parametrize("K", [1, 4])
 def test_a_stop_token_anywhere_ends_the_sequence_where_ar_ends_it(K: int) -> None:
     runner = hash_runner()
     text = texts(execute(Autoregressive(), workload(32), runner))[0]
@@ -151,7 +150,7 @@ def test_the_draft_cache_holds_the_committed_text_in_every_round(policy, monkeyp
     monkeypatch.setattr(Drafter, "commit", audited)
     trace = execute(policy, workload(40), hash_runner())
     assert len(lags) == len(trace.rounds)
-    never_drafts = isinstance(policy, SpeculativeSpeculative) and not policy.drafts_in_the_open
+    never_drafts = isinstance(policy, SpeculativeSpeculative) and not policy.waits_for_draft(Source.MISS)
     assert max(lags) <= 2 or never_drafts
 
 
@@ -177,7 +176,7 @@ def test_spans_are_the_operations_of_the_policy() -> None:
             (r.sequence, r.index, r.num_drafted + 1, r.context) for r in trace.rounds
         ]
         assert {s.lane for s in spans[Operation.VERIFY]} == {Lane.TARGET}
-        if isinstance(policy, SpeculativeSpeculative) and not policy.drafts_in_the_open:
+        if isinstance(policy, SpeculativeSpeculative) and not policy.waits_for_draft(Source.MISS):
             assert spans[Operation.DRAFT_STEP] == []
         assert all(s.num_tokens in (1, 2) for s in spans[Operation.DRAFT_STEP])
         for lane in Lane:
@@ -300,7 +299,7 @@ def generate(model: LanguageModel, prompt, max_new_tokens: int):
     return tuple(output[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("K", LENGTHS)
+@pytest.mark.parametrize("K", [1, 3, 8])
 def test_real_models_give_the_text_that_transformers_generates(K: int, tiny_serial) -> None:
     rules = Workload("test", prompts(3, 9), max_new_tokens=32)
     expected = [generate(tiny_serial.target.model, prompt, 32) for prompt in rules.prompts]

@@ -80,7 +80,7 @@ def test_executed_operations_are_the_simulated_ones(policy, decoded) -> None:
     compared = [Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP]
     if isinstance(policy, SpeculativeSpeculative):
         always_builds = all(policy.fan_out(source)[0] for source in (Source.HIT, Source.MISS))
-        if not (always_builds and policy.drafts_in_the_open):
+        if not (always_builds and policy.waits_for_draft(Source.MISS)):
             compared = [Operation.VERIFY]
     for operation in compared:
         assert operations_of(executed, operation) == operations_of(simulated, operation)
