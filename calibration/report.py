@@ -58,9 +58,9 @@ DEFINITIONS = """\
   departs from them only where the target's two best logits are tied within rounding."""
 
 NOT_MODELLED = """\
-- Batches of more than one sequence, load and queueing, and more than one placement of the two models.
-- Saguaro sampling (a down-weighted draft distribution), fallbacks other than `draft` and `none`, abandoning a late
-  build.
+- Batches, load and other placements: the simulator knows them, but this run profiled and measured one sequence at a
+  time on one device for each role.
+- Speculation trees.
 - GPUs: nothing here was measured on one.
 - The steps of a build are taken to vary independently of each other and of the verification; in fact they share the
   machine's moods.

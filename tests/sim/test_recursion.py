@@ -230,7 +230,7 @@ def check_against_walk(policy: Policy, system: System, cap: int) -> None:
             assert found.num_hits[side, prompt] == pytest.approx(totals["hits", source], rel=1e-12, abs=1e-14)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(policy=policies(), system=systems(), cap=st.integers(0, 14))
 def test_rounds_look_ups_hits_and_seconds_are_those_of_a_plain_walk(policy, system, cap):
     check_against_walk(policy, system, cap)
@@ -389,7 +389,7 @@ def refined(contexts, of_first, of_second) -> tuple[np.ndarray, int]:
     return found[:, 0], len(taken)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     contexts=st.lists(st.integers(0, 3000), min_size=1, max_size=400, unique=True),
     lines=st.lists(st.tuples(st.floats(-0.01, 0.01), st.floats(-1, 1)), min_size=1, max_size=6),

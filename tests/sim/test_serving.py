@@ -226,7 +226,7 @@ def overlap_s(spans, start_s: float, end_s: float) -> float:
     return math.fsum(max(0.0, min(b, end_s) - max(a, start_s)) for a, b in spans)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(policy=policies(), system=systems(most_targets=3), load=loads(), draft_s=st.sampled_from((0.0, 0.003, 0.05)))
 def test_laws_of_every_run(policy, system, load, draft_s):
     """Little's law by areas, conservation, busy times, means by their definitions; recording changes nothing."""
@@ -444,7 +444,7 @@ def test_closed_loop_of_n_clients_has_n_in_the_system():
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e9)), min_size=1, max_size=60),
     share=st.sampled_from((0.1, 0.5, 0.9, 0.99, 1.0)),
