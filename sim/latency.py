@@ -319,8 +319,3 @@ def latest_of(parts: Sequence[FloatArray]) -> FloatArray:
     for part in parts[1:]:
         latest = equally_likely(np.maximum.outer(latest, part), NUM_OF_SUM)
     return latest
-
-
-def mean_of_maximum(first: FloatArray, second: FloatArray) -> float:
-    """E[max(X, Y)] of independent X and Y given by their equally likely values."""
-    return float(np.maximum.outer(first, second).mean())
