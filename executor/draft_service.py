@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
-from executor.recorder import Recorder
+from executor.recorder import Recorder, clock_of
 from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
@@ -25,7 +25,7 @@ class DraftService:
 
     def __init__(self, model: LanguageModel, interrupted: Callable[[], bool], upcoming: Upcoming) -> None:
         self.model = model
-        self._recorder = Recorder(Lane.DRAFT)
+        self._recorder = Recorder(Lane.DRAFT, clock_of(model.device))
         self._interrupted = interrupted
         self._upcoming = upcoming
 
@@ -35,6 +35,7 @@ class DraftService:
         """Prefill the prompts of a batch; take the draft's half of `policy`."""
         self._recorder.begin_batch([request.index for request in requests])
         drafter = Drafter(self.model, self._recorder, requests)
+        self._recorder.wait()  # the first round begins after the prefill
         self._speculator: Speculator
         if isinstance(policy, Speculative):
             self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)

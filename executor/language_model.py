@@ -31,6 +31,7 @@ class LanguageModel:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self.dtype = model.dtype
+        self.device = model.device
         self.attention: str = config._attn_implementation
         self._positions = torch.arange(self.max_positions).expand(num_rows, -1)
         self._cache = SlotCache(config.num_hidden_layers, self.max_positions, num_rows)

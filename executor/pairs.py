@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROLES = ("target", "draft")
 SPLITS = ("calibration", "test")
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 _PACKAGED = Path(__file__).parent / "packaged_pairs"
 
 

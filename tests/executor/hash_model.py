@@ -23,6 +23,7 @@ class HashModel:
     """
 
     dtype = torch.float64
+    device = torch.device("cpu")
     attention = "fake"
 
     def __init__(self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0) -> None:
@@ -140,12 +141,16 @@ class HashModelRows:
 
 @dataclass
 class FakePair:
-    """What a runner asks of a pair."""
+    """What a runner asks of a pair; `models` by role."""
 
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
+    models: dict = field(default_factory=dict)
+
+    def load(self, role, dtype, device="cpu"):
+        return self.models[role]
 
 
 def serial_runner(target: HashModel, draft: HashModel) -> Runner:
