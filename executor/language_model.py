@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from executor.forward_pass import forward_pass
 from executor.head import Head
@@ -39,34 +39,36 @@ class LanguageModel:
         token_ids: Sequence[int] | Tensor | None = None,
         unused_ids: Collection[int] = (),
     ) -> None:
-        config = model.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
-            raise BadInput(name, "every layer must attend to all earlier tokens, not to a window", sorted(kinds))
+        config = model.config.get_text_config()
+        self.name = name
+        self.max_positions = _max_positions(name, config)
+        _require_plain_attention(name, config, self.max_positions)
         self.model = model.eval().requires_grad_(False)
         self._pass = forward_pass(self.model)
-        self.name = name
         self.vocab_size: int = vocab_size or config.vocab_size
         embedding: Any = model.get_input_embeddings()
         output: Any = model.get_output_embeddings()
         if len(embedding.weight) < self.vocab_size:
             raise BadInput(name, f"must embed all {self.vocab_size} ids, which may be committed", len(embedding.weight))
         self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids)
-        self.max_positions: int = config.max_position_embeddings
         self.dtype = model.dtype
         self.attention: str = config._attn_implementation
         self._positions = torch.arange(self.max_positions)[None]
-        self._cache = SlotCache(config.num_hidden_layers, self.max_positions, num_rows)
+        self._num_layers: int = config.num_hidden_layers
+        self._cache = self._new_cache(num_rows)
         self.begin(num_rows)
 
     def begin(self, num_rows: int) -> None:
         """Forget everything; rows 0 .. `num_rows` - 1 start anew."""
         if num_rows != len(self._cache.lengths):
-            self._cache = SlotCache(self.model.config.num_hidden_layers, self.max_positions, num_rows)
+            self._cache = self._new_cache(num_rows)
         self._cache.lengths = [0] * num_rows
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self._row_at = list(range(num_rows))  # by place in the cache
         self._place = list(range(num_rows))  # by row
+
+    def _new_cache(self, num_rows: int) -> SlotCache:
+        return SlotCache(self._num_layers, self.max_positions, num_rows)
 
     @property
     def tokens(self) -> list[int]:
@@ -83,7 +85,7 @@ class LanguageModel:
     def with_rows(self, num_rows: int) -> LanguageModel:
         """The same weights with an empty cache for `num_rows` sequences."""
         other = copy.copy(self)
-        other._cache = SlotCache(self.model.config.num_hidden_layers, self.max_positions, num_rows)
+        other._cache = self._new_cache(num_rows)
         other.begin(num_rows)
         return other
 
@@ -206,7 +208,8 @@ class LanguageModel:
             compared = [*self._checked_alone(text, plain), *self._checked_rows(text, plain, plain_other)]
         except Exception as error:
             raise BadInput(self.name, f"must be a causal LM whose cache can be replaced ({error!r})") from error
-        scale = 1e-4 * max(1.0, plain[plain.isfinite()].abs().max().item())
+        tolerance = max(1e-4, 16 * torch.finfo(self.dtype).eps)
+        scale = tolerance * max(1.0, plain[plain.isfinite()].abs().max().item())
         for logits, expected in compared:
             difference = torch.where(logits == expected, 0.0, logits - expected).abs().max().item()
             if not difference <= scale:
@@ -239,3 +242,34 @@ class LanguageModel:
         yield from zip((*rows, *again), (plain[:5], plain[:2], plain[2:3], plain[2:5]), strict=True)
         yield branches[0], torch.stack([plain[3], plain_other[3]])
         yield branches[1], torch.stack([plain[5], plain_other[3]])
+
+
+def _max_positions(name: str, config: PreTrainedConfig) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise BadInput(name, "must state max_position_embeddings: a model of attention over positions", limit)
+    return limit
+
+
+def _require_plain_attention(name: str, config: PreTrainedConfig, max_positions: int) -> None:
+    """Raises `BadInput` unless every token attends to all earlier ones, in a way that their number does not change.
+
+    The self-test's texts are too short to tell a window, or rotary frequencies of long texts, from the usual. A window
+    that no text outgrows is none.
+    """
+    if config.is_encoder_decoder:
+        raise BadInput(name, "must be a decoder alone, not an encoder and a decoder")
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    strange = sorted(kinds - {"full_attention", "sliding_attention"})
+    if strange:
+        raise BadInput(name, "every layer must be attention, without a state that cannot be rolled back", strange)
+    windows = [getattr(config, "sliding_window", None)] if "sliding_attention" in kinds else []
+    for window in [*windows, getattr(config, "window_size", None)]:
+        if window is not None and window < max_positions:
+            raise BadInput(
+                name, f"every layer must attend to all of {max_positions} positions, not to a window", window
+            )
+    rotary = getattr(config, "rope_parameters", None) or {}
+    rope_types = {part.get("rope_type") for part in (rotary, *rotary.values()) if isinstance(part, dict)}
+    if "longrope" in rope_types:
+        raise BadInput(name, "rotary frequencies must not depend on the length of the text", "longrope")
