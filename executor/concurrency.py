@@ -21,8 +21,9 @@ from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient
 from executor.draft_process import ProcessDraft
 from executor.draft_service import DraftService
 from executor.draft_thread import ThreadDraft
+from executor.folder_pair import ROLES
 from executor.language_model import LanguageModel
-from executor.pairs import DTYPES, ROLES, Pair
+from executor.pairs import DTYPES, Pair
 from executor.place import Place
 from executor.recorder import Recorder, clock_of
 from executor.sequence import Request, Verified
@@ -180,16 +181,20 @@ def _opened(
         if kind != "serial":
             starting = ProcessDraft if kind == "processes" else ThreadDraft
             draft = stack.enter_context(closing(starting(pair, dtype, places["draft"], answer_timeout_s)))
+        devices = {role: place.device for role, place in places.items()}
         settled = {"target": places["target"].settle()}
         stack.enter_context(places["target"].stream())
-        target = Target(pair.load("target", dtype), Recorder(Lane.TARGET, clock_of(places["target"].device)))
+        target = Target(
+            pair.load("target", dtype, str(devices["target"])),
+            Recorder(Lane.TARGET, clock_of(devices["target"])),
+        )
         if isinstance(draft, DraftClient):
             draft.wait_until_loaded()
             settled["draft"] = draft.placement
             _warn_of_crowding(settled, num_cores)
         else:
             settled["draft"] = places["draft"].settle()
-            draft = SerialDraft(pair.load("draft", dtype))
+            draft = SerialDraft(pair.load("draft", dtype, str(devices["draft"])))
         yield Runner(pair, kind, target, draft, _placement(kind, settled))
 
 

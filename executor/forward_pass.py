@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
-
-from executor.kv_cache import SlotCache
+from transformers.cache_utils import Cache
 
 FIXED_ROTARY_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length of the text
 
@@ -21,7 +20,7 @@ class ForwardPass(Protocol):
     """
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache, wanted: int | Tensor | None
     ) -> Tensor: ...
 
 
@@ -40,7 +39,7 @@ class GeneralPass:
         self._model = model
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache, wanted: int | Tensor | None
     ) -> Tensor:
         output = self._model(
             input_ids=tokens,
@@ -69,7 +68,7 @@ class LlamaPass:
         self._cos, self._sin = cos[0], sin[0]
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache, wanted: int | Tensor | None
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache, wanted: int | Tensor | None
     ) -> Tensor:
         hidden = self._decoder.embed_tokens(tokens)
         rotary = self._cos[positions], self._sin[positions]

@@ -33,6 +33,21 @@ class SlotCache(Cache):
         """Slots in use of the longest row."""
         return max(self.lengths)
 
+    @property
+    def max_rows(self) -> int:
+        """Rows that there is room for."""
+        return len(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each row, used or not."""
+        return 0 if self._keys[0] is None else self._keys[0].shape[2]
+
+    def storage(self) -> list[tuple[Tensor, Tensor]]:
+        """The (rows, heads, slots, head_dim) keys and values of each layer, once something was fed."""
+        kept = zip(self._keys, self._values, strict=True)
+        return [(keys, values) for keys, values in kept if keys is not None and values is not None]
+
     def aim(self, rows: Sequence[int], num_tokens: int) -> None:
         """The next pass feeds `num_tokens` tokens to each of these rows, and sees those only."""
         starts = [self.lengths[row] for row in rows]
