@@ -105,5 +105,6 @@ def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
         raise BadInput(str(error.name or error), rule) from None
     with ExitStack() as stack:
         with stages.stage("load the pair"):
-            runner = stack.enter_context(open_runner(pair, config.concurrency))
+            places = {"device": config.device, "draft_device": config.draft_device, "graphs": config.graphs}
+            runner = stack.enter_context(open_runner(pair, config.concurrency, config.dtype, **places))
         yield Bench(config, runner)
