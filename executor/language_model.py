@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from executor.forward_pass import forward_pass
-from executor.kv_cache import SlotCache, causal_mask, ragged_mask
+from executor.kv_cache import CausalMasks, SlotCache, ragged_mask
 from sim.errors import BadInput
 
 
@@ -32,6 +33,7 @@ class LanguageModel:
         self.max_positions: int = config.max_position_embeddings
         self.dtype = model.dtype
         self.attention: str = config._attn_implementation
+        self._causal_mask = CausalMasks(self.max_positions, self.dtype)
         self._positions = torch.arange(self.max_positions).expand(num_rows, -1)
         self._cache = SlotCache(config.num_hidden_layers, self.max_positions, num_rows)
         self.begin(num_rows)
@@ -59,7 +61,11 @@ class LanguageModel:
 
     def with_rows(self, num_rows: int) -> LanguageModel:
         """The same weights with an empty cache for `num_rows` sequences."""
-        return LanguageModel(self.model, self.name, num_rows)
+        other = copy(self)
+        other._cache = SlotCache(self.model.config.num_hidden_layers, self.max_positions, num_rows)
+        other._positions = self._positions[:1].expand(num_rows, -1)
+        other.begin(num_rows)
+        return other
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all other rows. Those that stay move together, so that a pass over all of them reads no copies."""
@@ -150,7 +156,7 @@ class LanguageModel:
         length = self._cache.lengths[0]
         self._require_positions(length + num_tokens)
         positions = self._positions[:, length : length + num_tokens]
-        mask = causal_mask(num_tokens, length, self.dtype)
+        mask = self._causal_mask(num_tokens, length)
         logits = self._forward(range(num_rows), tokens, positions, mask, num_logits)
         for row in range(num_rows):
             self._cache.advance(row, num_tokens)

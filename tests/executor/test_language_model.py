@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
-from executor.forward_pass import GeneralPass, LlamaPass, forward_pass
 from executor.kv_cache import SlotCache, branch_mask, causal_mask
 from executor.language_model import LanguageModel
 from sim.errors import BadInput
@@ -186,28 +185,6 @@ def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> N
     monkeypatch.setattr(SlotCache, "roll_back", lambda cache, length, row: None)
     with pytest.raises(BadInput, match="rolled-back"):
         LanguageModel(llama(1, seed=0), name="broken").check()
-
-
-def test_llama_layer_by_layer_equals_its_forward_method() -> None:
-    model = llama(2, seed=0)
-    mask, tokens, positions = causal_mask(12, 0, torch.float64), torch.tensor([TEXT]), torch.arange(12)[None]
-    for wanted in (None, 5, torch.tensor([[3, 11, 0]])):
-        logits = []
-        for one_pass in (GeneralPass, LlamaPass):
-            cache = SlotCache(2, MAX_POSITIONS)
-            cache.aim([0], 12)
-            with torch.inference_mode():
-                logits.append(one_pass(model)(tokens, positions, mask, cache, wanted))
-        assert torch.allclose(*logits, **EXACT)
-
-
-def test_only_a_plain_llama_goes_layer_by_layer() -> None:
-    scaled = LlamaConfig(
-        vocab_size=128, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, **SHAPE
-    )
-    assert isinstance(forward_pass(llama(1, seed=0)), LlamaPass)
-    assert isinstance(forward_pass(LlamaForCausalLM(scaled)), GeneralPass)
-    assert isinstance(forward_pass(gpt2(1, seed=0)), GeneralPass)
 
 
 def test_attention_over_a_window_is_refused() -> None:
