@@ -79,7 +79,7 @@ def _joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
 def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
-    biases = [
+    biases: list[Tensor] = [
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
     ]
     return torch.cat(biases).detach()
