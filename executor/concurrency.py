@@ -28,6 +28,7 @@ from executor.place import Place
 from executor.recorder import Recorder, clock_of
 from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
+from executor.static_pass import PassCounts
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Speculative, SpeculativeSpeculative
@@ -86,6 +87,14 @@ class Runner:
         """Whether the draft works while the target verifies, as far as the device lets it."""
         return self.concurrency != "serial"
 
+    def capture(self) -> dict[str, PassCounts]:
+        """Record the passes that earlier runs have met, where `graphs` were asked for; what was done so far, by role.
+
+        Called before a run, so that no recording is in a measured time.
+        """
+        self.draft.start("capture")
+        return {"target": self.target.model.capture(), "draft": self.draft.result()}
+
     def identity(self) -> dict[str, Any]:
         """What must be the same before a record of one run speaks about another."""
         return {
@@ -115,6 +124,7 @@ def open_runner(
     *,
     device: str = "cpu",
     draft_device: str | None = None,
+    graphs: bool = False,
 ) -> Iterator[Runner]:
     """Load the pair and keep it ready: `with open_runner(pair) as runner`.
 
@@ -124,6 +134,9 @@ def open_runner(
     both in this process, the draft in a thread, on a GPU each with a stream of its own; the way to share one GPU, which
     two processes could use in turn only. `serial`: both in this process, one thread, no overlap. `auto`: processes
     where each role has a device or a core of its own, streams where they share a GPU, else serial with a warning.
+
+    With `graphs` the passes after a prefill have fixed shapes. On a GPU a shape that a run has met is recorded as a
+    CUDA graph before the next run, and replayed from then on; on a CPU nothing is recorded and nothing gained.
 
     The caller's affinity and threads are restored at the end, and no process is left. A draft that a decoder waits for
     longer than `answer_timeout_s` is taken to hang.
@@ -136,7 +149,7 @@ def open_runner(
     if CPU in devices:
         warn_of_slow_arithmetic(dtype)
     try:
-        yield from _opened(pair, kind, dtype, _places(kind, *devices), answer_timeout_s)
+        yield from _opened(pair, kind, dtype, _places(kind, *devices, graphs), answer_timeout_s)
     finally:
         os.sched_setaffinity(0, affinity)
         torch.set_num_threads(threads)
@@ -146,27 +159,26 @@ def _resolve(concurrency: str, device: torch.device, draft_device: torch.device)
     if concurrency not in CONCURRENCY_KINDS:
         raise BadInput("concurrency", f"must be one of {', '.join(CONCURRENCY_KINDS)}", concurrency)
     shares_gpu = device == draft_device != CPU
-    num_cores = len(os.sched_getaffinity(0))
+    too_few_cores = device == draft_device == CPU and len(os.sched_getaffinity(0)) < 2
     if concurrency == "processes" and shares_gpu:
-        raise BadInput(
-            "concurrency", "processes would take turns on one GPU; use streams, or a draft_device", str(device)
-        )
-    if concurrency == "processes" and num_cores < 2:
-        raise BadInput("concurrency", "processes needs two cores in the affinity mask; use serial", num_cores)
+        rule = "processes would take turns on one GPU; use streams, or a draft_device"
+        raise BadInput("concurrency", rule, str(device))
+    if concurrency == "processes" and too_few_cores:
+        raise BadInput("concurrency", "processes needs two cores in the affinity mask; use serial", 1)
     if concurrency != "auto":
         return concurrency
-    if num_cores < 2:
+    if too_few_cores:
         warnings.warn("one core only: draft and target run serially, overlap: none", stacklevel=4)
         return "serial"
     return "streams" if shares_gpu else "processes"
 
 
-def _places(kind: str, device: torch.device, draft_device: torch.device) -> dict[str, Place]:
+def _places(kind: str, device: torch.device, draft_device: torch.device, graphs: bool) -> dict[str, Place]:
     """Roles that run side by side on the CPU have a core each, where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     is_pinned = kind != "serial" and len(cores) > 1
     return {
-        role: Place(own, cores[number] if is_pinned and own == CPU else None)
+        role: Place(own, cores[number] if is_pinned and own == CPU else None, graphs)
         for number, (role, own) in enumerate(zip(ROLES, (device, draft_device), strict=True))
     }
 
@@ -181,20 +193,17 @@ def _opened(
         if kind != "serial":
             starting = ProcessDraft if kind == "processes" else ThreadDraft
             draft = stack.enter_context(closing(starting(pair, dtype, places["draft"], answer_timeout_s)))
-        devices = {role: place.device for role, place in places.items()}
         settled = {"target": places["target"].settle()}
         stack.enter_context(places["target"].stream())
-        target = Target(
-            pair.load("target", dtype, str(devices["target"])),
-            Recorder(Lane.TARGET, clock_of(devices["target"])),
-        )
+        model = places["target"].load(pair, "target", dtype)
+        target = Target(model, Recorder(Lane.TARGET, clock_of(model.device)))
         if isinstance(draft, DraftClient):
             draft.wait_until_loaded()
             settled["draft"] = draft.placement
             _warn_of_crowding(settled, num_cores)
         else:
             settled["draft"] = places["draft"].settle()
-            draft = SerialDraft(pair.load("draft", dtype, str(devices["draft"])))
+            draft = SerialDraft(places["draft"].load(pair, "draft", dtype))
         yield Runner(pair, kind, target, draft, _placement(kind, settled))
 
 
@@ -209,6 +218,7 @@ def _placement(kind: str, settled: Mapping[str, Mapping[str, Any]]) -> dict[str,
         "threads": threads if kind != "serial" else {"both": threads["target"]},
         **({"pinned_cores": cores} if cores else {}),
         **({"gpus": gpus} if gpus else {}),
+        **({"passes": "of fixed shapes"} if settled["target"]["graphs"] else {}),
     }
 
 

@@ -81,5 +81,5 @@ def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str)
 
 def _load(channel: PipeChannel, pair: Pair, dtype: str, place: Place) -> tuple[DraftService, dict[str, Any]]:
     placement = {"pid": os.getpid(), **place.settle()}
-    model = pair.load("draft", dtype, str(place.device))
+    model = place.load(pair, "draft", dtype)
     return DraftService(model, interrupted=channel.is_ready, upcoming=lambda: upcoming(channel)), placement

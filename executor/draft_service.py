@@ -15,6 +15,7 @@ from executor.recorder import Recorder, clock_of
 from executor.sequence import Request, Verified
 from executor.speculation_cache import Speculation
 from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
+from executor.static_pass import PassCounts
 from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Span
 
@@ -49,6 +50,10 @@ class DraftService:
         """What follows an answer while the target verifies."""
         self._speculator.prepare()
 
+    def capture(self) -> PassCounts:
+        """Record the passes that earlier runs have met."""
+        return self.model.capture()
+
     def spans(self) -> list[Span]:
         """The draft's spans of the batch."""
         return self._recorder.spans
@@ -58,7 +63,7 @@ class DraftService:
     def score(self, texts: Sequence[Sequence[int]], num_rows: int) -> NDArray[np.floating]:
         """Texts of equal length -> (num_texts, num_rows, V) logits after each of the last `num_rows` tokens."""
         rows = self.model.with_rows(len(texts))
-        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).numpy()
+        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).double().cpu().numpy()
 
     def measure(self, cells: Sequence[DraftCell], num_repeats: int) -> list[Span]:
         """Time every cell once, in the order given."""

@@ -41,7 +41,7 @@ class ThreadDraft(DraftClient):
 def _run(channel: QueueChannel, pair: Pair, dtype: str, place: Place) -> None:
     def load() -> tuple[DraftService, dict[str, Any]]:
         placement = place.settle()
-        model = pair.load("draft", dtype, str(place.device))
+        model = place.load(pair, "draft", dtype)
         return DraftService(model, interrupted=channel.is_ready, upcoming=lambda: upcoming(channel)), placement
 
     try:

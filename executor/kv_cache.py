@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from executor.device import CPU, put
+
+MOST_TOKENS_CUT = 16  # wider blocks, prompts for example, are rare
 
 
 class SlotCache(Cache):
@@ -15,17 +19,19 @@ class SlotCache(Cache):
 
     `aim` says to which rows the next forward pass belongs; the pass writes its tokens to the slots after each row's
     length in every layer; `advance` then makes them valid. Rolling back moves a length. Nothing of it copies; growing
-    beyond the capacity does, moving a row to another place, and reading rows that are not the first ones.
+    beyond the capacity does, moving a row to another place, and reading rows that are not the first ones. All layers
+    must have keys of one shape, and values of one shape.
     """
 
-    def __init__(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
+    def __init__(self, num_layers: int, capacity: int, num_rows: int = 1, device: torch.device = CPU) -> None:
         super().__init__(layers=[])
+        self._device = device
+        self._keys, self._values = (_Slots(num_layers, num_rows, capacity, device) for _ in range(2))
+        self.begin(num_rows)
+
+    def begin(self, num_rows: int) -> None:
+        """Forget everything; `num_rows` rows, at most `max_rows`, are empty."""
         self.lengths = [0] * num_rows
-        self._capacity = capacity
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-        self._rows: Tensor | None  # None: the first ones
-        self._slots: Tensor | None  # (rows, n) where tokens go; None: from `_start` on in all rows
         self.aim(range(num_rows), 0)
 
     @property
@@ -36,58 +42,30 @@ class SlotCache(Cache):
     @property
     def max_rows(self) -> int:
         """Rows that there is room for."""
-        return len(self.lengths)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of each row, used or not."""
-        return 0 if self._keys[0] is None else self._keys[0].shape[2]
+        return self._keys.num_rows
 
     def storage(self) -> list[tuple[Tensor, Tensor]]:
-        """The (rows, heads, slots, head_dim) keys and values of each layer, once something was fed."""
-        kept = zip(self._keys, self._values, strict=True)
-        return [(keys, values) for keys, values in kept if keys is not None and values is not None]
+        """The (max_rows, heads, slots, head_dim) keys and values of each layer; none before anything was fed."""
+        return list(zip(self._keys.layers(), self._values.layers(), strict=True))
 
     def aim(self, rows: Sequence[int], num_tokens: int) -> None:
         """The next pass feeds `num_tokens` tokens to each of these rows, and sees those only."""
         starts = [self.lengths[row] for row in rows]
-        self._num_rows, self._start, self._end = len(rows), starts[0], max(starts) + num_tokens
-        self._rows = self._slots = None
-        if len(self.lengths) == 1:
-            return
-        if list(rows) != list(range(len(rows))):
-            self._rows = torch.tensor(rows)
-        if self._rows is not None or min(starts) != max(starts):
-            self._slots = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+        self._aim = _Aim(len(rows), starts[0], max(starts) + num_tokens)
+        if len(self.lengths) > 1:
+            some = list(rows) != list(range(len(rows)))
+            slots = None
+            if some or min(starts) != max(starts):
+                slots = put([list(range(start, start + num_tokens)) for start in starts], self._device)
+            self._aim = self._aim._replace(rows=put(list(rows), self._device) if some else None, slots=slots)
+        self._keys.aim(self._aim)
+        self._values.aim(self._aim)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, n, head_dim) states; return those rows up to and including the longest one's."""
-        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
-
-    def _write(self, layers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
-        slots = self._with_room(layers, layer, states)
-        if self._rows is None and self._num_rows < len(self.lengths):
-            slots = slots[: self._num_rows]
-        if self._slots is None:
-            slots[:, :, self._start : self._end] = states
-        else:
-            rows = torch.arange(self._num_rows) if self._rows is None else self._rows
-            slots[rows[:, None], :, self._slots] = states.transpose(1, 2)
-        visible = slots[:, :, : self._end]
-        return visible if self._rows is None else visible[self._rows]
-
-    def _with_room(self, layers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
-        slots = layers[layer]
-        if slots is None or self._end > slots.shape[2]:
-            _, heads, _, head_dim = states.shape
-            num_slots = max(self._capacity, 2 * self._end if slots is not None else self._end)
-            grown = states.new_zeros(len(self.lengths), heads, num_slots, head_dim)
-            if slots is not None:
-                grown[:, :, : slots.shape[2]] = slots
-            layers[layer] = slots = grown
-        return slots
+        return self._keys.write(layer_idx, key_states), self._values.write(layer_idx, value_states)
 
     def advance(self, row: int, num_tokens: int) -> None:
         self.lengths[row] += num_tokens
@@ -99,13 +77,18 @@ class SlotCache(Cache):
         self.lengths[row] = length
 
     @torch.inference_mode()
+    def clear(self) -> None:
+        """Let nothing remain of what was forgotten: a pass that sees masked slots multiplies what they hold by 0."""
+        for keys, values in self.storage():
+            keys.zero_()
+            values.zero_()
+
+    @torch.inference_mode()
     def move(self, row: int, place: int) -> None:
         """Copy a row to the place of another, which is forgotten."""
         self.lengths[place] = length = self.lengths[row]
-        for layers in (self._keys, self._values):
-            for slots in layers:
-                if slots is not None:
-                    slots[place, :, :length] = slots[row, :, :length]
+        self._keys.move(row, place, length)
+        self._values.move(row, place, length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -114,20 +97,99 @@ class SlotCache(Cache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._end, 0
+        return self._aim.end, 0
 
 
-def causal_mask(num_tokens: int, context: int, dtype: torch.dtype) -> Tensor:
+class _Aim(NamedTuple):
+    """Which rows and slots the next pass concerns."""
+
+    num_rows: int
+    start: int  # of the first row
+    end: int  # of the longest row
+    rows: Tensor | None = None  # None: the first ones
+    slots: Tensor | None = None  # (rows, n) where tokens go; None: from `start` on in all rows
+
+
+class _Slots:
+    """The keys, or the values, of all layers in one tensor: its parts that a pass needs are cut out for all at once."""
+
+    def __init__(self, num_layers: int, num_rows: int, capacity: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self._num_layers, self._capacity = num_layers, capacity
+        self._every_row = torch.arange(num_rows, device=device)
+        self._slots: Tensor | None = None  # (layers, rows, heads, slots, head_dim)
+
+    def layers(self) -> Sequence[Tensor]:
+        """(rows, heads, slots, head_dim) of each."""
+        return () if self._slots is None else self._slots.unbind()
+
+    def aim(self, aim: _Aim) -> None:
+        self._aim = aim
+        if self._slots is not None and aim.end <= self._slots.shape[3]:
+            self._cut(self._slots)
+        else:
+            self._visible: Sequence[Tensor] = ()  # there is no room
+
+    def write(self, layer: int, states: Tensor) -> Tensor:
+        """(rows, heads, n, head_dim) states to where they are aimed; returns all that the pass may see."""
+        if not self._visible:
+            self._cut(self._grown(states))
+        rows, slots = self._aim.rows, self._aim.slots
+        if slots is None:
+            self._written[layer].copy_(states)
+        else:
+            places = self._every_row[: len(slots)] if rows is None else rows
+            self._visible[layer][places[:, None], :, slots] = states.transpose(1, 2)
+        return self._visible[layer] if rows is None else self._visible[layer][rows]
+
+    def _cut(self, slots: Tensor) -> None:
+        aim = self._aim
+        rows = slots[:, : aim.num_rows] if aim.rows is None else slots
+        self._visible = rows[:, :, :, : aim.end].unbind()
+        if aim.slots is None:
+            self._written = rows[:, :, :, aim.start : aim.end].unbind()
+
+    def _grown(self, states: Tensor) -> Tensor:
+        """Room for the pass, what was there kept."""
+        _, heads, _, head_dim = states.shape
+        before, end = self._slots, self._aim.end
+        num_slots = max(self._capacity, end if before is None else 2 * end)
+        self._slots = states.new_zeros(self._num_layers, self.num_rows, heads, num_slots, head_dim)
+        if before is not None:
+            self._slots[:, :, :, : before.shape[3]] = before
+        return self._slots
+
+    def move(self, row: int, place: int, num_slots: int) -> None:
+        """Copy the first slots of a row to the place of another."""
+        if self._slots is not None:
+            self._slots[:, place, :, :num_slots] = self._slots[:, row, :, :num_slots]
+
+
+def causal_mask(num_tokens: int, context: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """(1, 1, n, context + n) additive mask: token i sees the slots before it and itself."""
-    mask = torch.full((num_tokens, context + num_tokens), -torch.inf, dtype=dtype)
+    mask = torch.full((num_tokens, context + num_tokens), -torch.inf, dtype=dtype, device=device)
     return mask.triu_(context + 1)[None, None]
 
 
-def ragged_mask(num_tokens: int, contexts: Sequence[int], dtype: torch.dtype) -> Tensor:
+class CausalMasks:
+    """`causal_mask` of a few tokens after any context up to `max_context`, cut out of one mask instead of made."""
+
+    def __init__(self, max_context: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self._max_context, self._dtype, self._device = max_context, dtype, device
+        self._widest = causal_mask(MOST_TOKENS_CUT, max_context, dtype, device)
+
+    def __call__(self, num_tokens: int, context: int) -> Tensor:
+        if num_tokens > MOST_TOKENS_CUT:
+            return causal_mask(num_tokens, context, self._dtype, self._device)
+        first = self._max_context - context
+        return self._widest[:, :, :num_tokens, first : self._max_context + num_tokens]
+
+
+def ragged_mask(num_tokens: int, contexts: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """(rows, 1, n, largest context + n) additive mask: the same for rows of different contexts."""
-    own_slots = torch.tensor(contexts)[:, None, None] + torch.arange(num_tokens)[:, None]
-    mask = torch.zeros(len(contexts), num_tokens, max(contexts) + num_tokens, dtype=dtype)
-    return mask.masked_fill_(torch.arange(mask.shape[-1]) > own_slots, -torch.inf)[:, None]
+    own_slots = put(contexts, device)[:, None, None] + torch.arange(num_tokens, device=device)[:, None]
+    mask = torch.zeros(len(contexts), num_tokens, max(contexts) + num_tokens, dtype=dtype, device=device)
+    return mask.masked_fill_(torch.arange(mask.shape[-1], device=device) > own_slots, -torch.inf)[:, None]
 
 
 def branch_mask(num_visible: Tensor, num_slots: int, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -137,8 +199,9 @@ def branch_mask(num_visible: Tensor, num_slots: int, num_steps: int, dtype: torc
     holds its B tokens in slots num_slots + s B ... A forward of step s takes the mask up to its own slots.
     """
     num_rows, num_branches = num_visible.shape
-    mask = torch.full((num_rows, num_branches, num_slots + num_steps * num_branches), -torch.inf, dtype=dtype)
-    mask[..., :num_slots].masked_fill_(torch.arange(num_slots) < num_visible[..., None], 0.0)
+    size, device = (num_rows, num_branches, num_slots + num_steps * num_branches), num_visible.device
+    mask = torch.full(size, -torch.inf, dtype=dtype, device=device)
+    mask[..., :num_slots].masked_fill_(torch.arange(num_slots, device=device) < num_visible[..., None], 0.0)
     own = mask[..., num_slots:].view(num_rows, num_branches, num_steps, num_branches)
     own.diagonal(dim1=1, dim2=3).fill_(0.0)
     return mask[:, None]

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from executor.device import put
 from executor.forward_pass import forward_pass
 from executor.head import Head
-from executor.kv_cache import SlotCache, branch_mask, causal_mask, ragged_mask
+from executor.kv_cache import CausalMasks, SlotCache, branch_mask, ragged_mask
+from executor.llama_pass import at
+from executor.static_pass import MAX_WIDTH, SPARE_SLOTS, Capture, PassCounts, StaticPasses
 from sim.errors import BadInput
 
 
@@ -50,26 +53,30 @@ class LanguageModel:
         output: Any = model.get_output_embeddings()
         if len(embedding.weight) < self.vocab_size:
             raise BadInput(name, f"must embed all {self.vocab_size} ids, which may be committed", len(embedding.weight))
-        self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids)
+        self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids, device=model.device)
         self.dtype = model.dtype
         self.device = model.device
         self.attention: str = config._attn_implementation
-        self._positions = torch.arange(self.max_positions)[None]
+        self._causal_mask = CausalMasks(self.max_positions, self.dtype, self.device)
+        self._positions = torch.arange(self.max_positions, device=self.device)[None]
+        self._static: StaticPasses | None = None
         self._num_layers: int = config.num_hidden_layers
         self._cache = self._new_cache(num_rows)
         self.begin(num_rows)
 
     def begin(self, num_rows: int) -> None:
         """Forget everything; rows 0 .. `num_rows` - 1 start anew."""
-        if num_rows != len(self._cache.lengths):
+        if num_rows > self._cache.max_rows:
             self._cache = self._new_cache(num_rows)
-        self._cache.lengths = [0] * num_rows
+        self._cache.begin(num_rows)
+        if self._static is not None:
+            self._cache.clear()
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self._row_at = list(range(num_rows))  # by place in the cache
         self._place = list(range(num_rows))  # by row
 
     def _new_cache(self, num_rows: int) -> SlotCache:
-        return SlotCache(self._num_layers, self.max_positions, num_rows)
+        return SlotCache(self._num_layers, self.max_positions + SPARE_SLOTS, num_rows, self.device)
 
     @property
     def tokens(self) -> list[int]:
@@ -86,6 +93,7 @@ class LanguageModel:
     def with_rows(self, num_rows: int) -> LanguageModel:
         """The same weights with an empty cache for `num_rows` sequences."""
         other = copy.copy(self)
+        other._static = None  # it knows the other cache
         other._cache = self._new_cache(num_rows)
         other.begin(num_rows)
         return other
@@ -100,11 +108,19 @@ class LanguageModel:
                 self._cache.move(self._place[last], place)
                 self._row_at[place], self._place[last] = last, place
 
+    def use_static_passes(self, recording: Capture | None) -> None:
+        """From now on passes after the prefill have fixed shapes, which `capture` records, if there is a way to."""
+        self._static = StaticPasses(self._pass, self.dtype, self.device, recording)
+
+    def capture(self) -> PassCounts:
+        """Record the shapes that were met, see `StaticPasses.capture`."""
+        return PassCounts() if self._static is None else self._static.capture()
+
     # ------------------------------------------------------------------------------------------------------- passes
 
     def append(self, tokens: Sequence[int], num_logits: int | None = None) -> Tensor:
         """Feed n tokens to row 0, alone; return the (n, V) logits after each, or the last `num_logits` rows."""
-        logits = self._append(torch.tensor([tokens]), num_logits)[0]
+        logits = self._append(put([tokens], self.device), num_logits)[0]
         self.texts[0].extend(tokens)
         return logits
 
@@ -127,11 +143,12 @@ class LanguageModel:
         contexts = [self._cache.lengths[place] for place in places]
         width = max(lengths)
         self._require_positions(max(c + n for c, n in zip(contexts, lengths, strict=True)))
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in ordered])
-        positions = (torch.tensor(contexts)[:, None] + torch.arange(width)).clamp_(max=self.max_positions - 1)
+        padded = put([row + [0] * (width - len(row)) for row in ordered], self.device)
+        last = self.max_positions - 1
+        positions = put([[min(c + i, last) for i in range(width)] for c in contexts], self.device)
         most = max(num_logits)
-        wanted = (torch.tensor(lengths)[:, None] + torch.arange(-most, 0)).clamp_(min=0)
-        mask = ragged_mask(width, contexts, self.dtype)
+        wanted = put([[max(n + i, 0) for i in range(-most, 0)] for n in lengths], self.device)
+        mask = ragged_mask(width, contexts, self.dtype, self.device)
         logits = self._forward(places, padded, positions, mask, wanted)
         found = dict(zip(by_place, logits, strict=True))
         for place, row, num in zip(places, ordered, lengths, strict=True):
@@ -149,7 +166,7 @@ class LanguageModel:
         places = [self._place[row] for row in rows]
         by_place = sorted(range(len(rows)), key=places.__getitem__)
         if by_place != list(range(len(rows))):
-            order = torch.tensor(by_place)
+            order = put(by_place, self.device)
             logits = self._forward(sorted(places), tokens[order], positions[order], mask[order], None)
             logits = logits[order.argsort()]
         else:
@@ -179,7 +196,7 @@ class LanguageModel:
         length = self._cache.lengths[0]
         self._require_positions(length + num_tokens)
         positions = self._positions[:, length : length + num_tokens].expand(num_rows, -1)
-        mask = causal_mask(num_tokens, length, self.dtype)
+        mask = self._causal_mask(num_tokens, length)
         logits = self._forward(range(num_rows), tokens, positions, mask, num_logits)
         for row in range(num_rows):
             self._cache.advance(row, num_tokens)
@@ -193,8 +210,17 @@ class LanguageModel:
     def _forward(
         self, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor, wanted: int | Tensor | None
     ) -> Tensor:
+        if self._static is not None and self._is_static(places, tokens.shape[1]):
+            logits = self._static(self._cache, places, tokens, positions, mask)
+            if wanted is not None:
+                logits = logits[:, -wanted:] if isinstance(wanted, int) else at(logits, wanted)
+            return self.head.logits(logits)
         self._cache.aim(places, tokens.shape[1])
         return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
+
+    def _is_static(self, places: Sequence[int], num_tokens: int) -> bool:
+        """Prefills are not: their shapes do not come again."""
+        return num_tokens <= MAX_WIDTH and all(self._cache.lengths[place] for place in places)
 
     def check(self) -> None:
         """Self-test at load, on two rows of different lengths: every kind of pass gives the logits of plain passes
@@ -220,7 +246,7 @@ class LanguageModel:
     @torch.inference_mode()
     def _plain(self, text: list[int]) -> Tensor:
         """(n, V) logits of one pass of the model without a cache."""
-        return self.head.logits(self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0])
+        return self.head.logits(self.model(input_ids=put([text], self.device), use_cache=False).logits[0])
 
     def _checked_alone(self, text: list[int], plain: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of logits to be equal: one row, appended, rolled back, appended again."""
@@ -236,8 +262,8 @@ class LanguageModel:
         both.roll_back(2, row=0)
         again = both.feed([0, 1], [text[2:3], text[2:5]], [1, 3])
         num_slots = both.level([0, 1])
-        starts = torch.tensor([[3, 3], [5, 3]])  # the prefix that a branch sees
-        tokens = torch.tensor([[text[3], text[0]], [text[5], text[0]]])
+        starts = put([[3, 3], [5, 3]], self.device)  # the prefix that a branch sees
+        tokens = put([[text[3], text[0]], [text[5], text[0]]], self.device)
         mask = branch_mask(starts, num_slots, 1, self.dtype)
         branches = both.append_branches([0, 1], tokens, starts, mask)
         yield from zip((*rows, *again), (plain[:5], plain[:2], plain[2:3], plain[2:5]), strict=True)

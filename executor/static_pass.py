@@ -16,8 +16,10 @@ from executor.kv_cache import SlotCache
 from executor.recorder import now_s
 
 SLOTS_AT_A_TIME = 256  # a shape's number of slots is a multiple of this
+SPARE_SLOTS = 8  # at the end of a cache, which no text reaches; eight of them, for kernels want multiples of eight
 MAX_WIDTH = 128  # wider passes are prefills, each of a shape of its own
 
+Layers = Sequence[tuple[Tensor, Tensor]]  # (rows, heads, slots, head_dim) keys and values of each layer
 Replay = Callable[[], Tensor]
 Capture = Callable[[Replay], Replay]  # a pass that may run -> its recording, which gives the same tensor
 
@@ -54,6 +56,7 @@ class StaticPasses:
         self._forward = forward
         self._dtype, self._device = dtype, device
         self._recording = recording
+        self._address = 0  # of the cache that the passes write
         self._passes: dict[PassShape, StaticPass] = {}
         self._replays: dict[PassShape, Replay] = {}
         self._num_replays = self._num_unrecorded = 0
@@ -73,7 +76,8 @@ class StaticPasses:
         self, cache: SlotCache, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor
     ) -> Tensor:
         """(rows, n) tokens at these places of the cache -> (rows, n, V) logits, valid until the next pass."""
-        own = self._pass(cache, _shape(cache, places, tokens.shape[1], mask.shape[-1]))
+        layers = cache.storage()
+        own = self._pass(layers, _shape(layers, places, tokens.shape[1], mask.shape[-1]))
         own.fill(places, tokens, positions, mask, [cache.lengths[place] for place in places])
         replay = self._replays.get(own.shape)
         if replay is None:
@@ -95,24 +99,22 @@ class StaticPasses:
             self._capture_s += now_s() - start_s
         return self.counts
 
-    def _pass(self, cache: SlotCache, shape: PassShape) -> StaticPass:
-        layers = cache.storage()
-        known = self._passes.get(shape)
-        if known is None or not known.is_about(layers):  # a cache for more rows has other tensors
-            if known is not None:
-                self._passes.clear()
-                self._replays.clear()
+    def _pass(self, layers: Layers, shape: PassShape) -> StaticPass:
+        address = layers[0][0].data_ptr()
+        if address != self._address:  # a cache for more rows: what was recorded reads another
+            self._passes.clear()
+            self._replays.clear()
+            self._address = address
+        if shape not in self._passes:
             self._passes[shape] = StaticPass(self._forward, shape, layers, self._dtype, self._device)
         return self._passes[shape]
 
 
-def _shape(cache: SlotCache, places: Sequence[int], width: int, num_slots: int) -> PassShape:
+def _shape(layers: Layers, places: Sequence[int], width: int, num_slots: int) -> PassShape:
+    all_rows, _, all_slots, _ = layers[0][0].shape
     num_rows = 1 << max(places).bit_length()  # places count from 0
     rounded = -(-num_slots // SLOTS_AT_A_TIME) * SLOTS_AT_A_TIME
-    return PassShape(min(num_rows, cache.max_rows), width, min(rounded, cache.num_slots))
-
-
-Layers = Sequence[tuple[Tensor, Tensor]]  # (rows, heads, slots, head_dim) keys and values of each layer
+    return PassShape(min(num_rows, all_rows), width, min(rounded, all_slots))
 
 
 class StaticPass:
@@ -133,9 +135,6 @@ class StaticPass:
         self._slots = torch.full_like(self._tokens, self._nowhere)
         self._mask = torch.zeros(shape.num_rows, 1, shape.width, shape.num_slots, dtype=dtype, device=device)
         self._cache = StaticSlots(layers, self._slots, shape)
-
-    def is_about(self, layers: Layers) -> bool:
-        return self._cache.kept[0][0].data_ptr() == layers[0][0].data_ptr()
 
     @torch.inference_mode()
     def fill(

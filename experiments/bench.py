@@ -105,6 +105,14 @@ def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
         raise BadInput(str(error.name or error), rule) from None
     with ExitStack() as stack:
         with stages.stage("load the pair"):
-            places = {"device": config.device, "draft_device": config.draft_device, "graphs": config.graphs}
-            runner = stack.enter_context(open_runner(pair, config.concurrency, config.dtype, **places))
+            runner = stack.enter_context(
+                open_runner(
+                    pair,
+                    config.concurrency,
+                    config.dtype,
+                    device=config.device,
+                    draft_device=config.draft_device,
+                    graphs=config.graphs,
+                )
+            )
         yield Bench(config, runner)
