@@ -44,7 +44,10 @@ def execute(
     `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
     what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
 
-    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know.
+    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
+    lists the prompts that leave the draft model no room at all.
+
+    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know.
     """
     check_room(policy, workload, runner)
     trace = Trace(policy=policy.to_dict(), workload=workload.identity())
@@ -71,8 +74,14 @@ def execute(
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
+        "without_draft": [] if isinstance(policy, Autoregressive) else _beyond_the_draft(workload, runner),
     }
     return trace
+
+
+def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
+    """The prompts that fill the draft's positions."""
+    return [index for index, prompt in enumerate(workload.prompts) if len(prompt) >= runner.pair.max_positions]
 
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
@@ -100,15 +109,17 @@ def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False)
 
 
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
-    """Every position that may be fed, look-ahead included, must exist in both models; the policy must be one that the
-    executor runs."""
+    """Every position that a text may have must exist in the target; the policy must be one that the executor runs.
+
+    The draft may have fewer: speculation shrinks to nothing before its end.
+    """
     check_runs(policy, workload)
-    look_ahead = policy.speculation_length + 1 if isinstance(policy, SpeculativeSpeculative) else 0
+    limit = runner.target.model.max_positions
     for index, prompt in enumerate(workload.prompts):
-        needed = len(prompt) + workload.max_new_tokens + look_ahead
-        if needed > runner.pair.max_positions:
-            rule = f"prompt {index} with max_new_tokens and {look_ahead} positions of look-ahead must fit the models'"
-            raise BadInput("workload", f"{rule} {runner.pair.max_positions} positions", needed)
+        needed = len(prompt) + workload.max_new_tokens
+        if needed > limit:
+            rule = f"prompt {index} with max_new_tokens must fit the target's {limit} positions"
+            raise BadInput("workload", rule, needed)
         unknown = [token for token in prompt if not 0 <= token < runner.pair.vocab_size]
         if unknown:
             raise BadInput(f"workload: prompt {index}", f"token ids must be below {runner.pair.vocab_size}", unknown[0])

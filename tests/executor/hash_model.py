@@ -27,9 +27,11 @@ class HashModel:
     device = torch.device("cpu")
     attention = "fake"
 
-    def __init__(self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0, max_positions: int = 4096
+    ) -> None:
         self.vocab_size = vocab_size
-        self.max_positions = 4096
+        self.max_positions = max_positions
         self.num_forwards = 0
         self._law = (seed, own_seed, agreement)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -72,6 +74,7 @@ class HashModel:
     def _fed(self, row: int, tokens) -> torch.Tensor:
         logits = []
         for token in tokens:
+            assert self.length_of(row) < self.max_positions
             self.positions[row].append(self.length_of(row))
             self.texts[row].append(token)
             logits.append(self._logits(row, list(range(self.length_of(row)))))
@@ -87,7 +90,7 @@ class HashModel:
 
     def append_branches(self, rows, tokens, positions, mask) -> torch.Tensor:
         self.num_forwards += 1
-        assert set(rows) <= set(self.kept)
+        assert set(rows) <= set(self.kept) and int(positions.max()) < self.max_positions
         logits = []
         for place, row in enumerate(rows):
             self.texts[row] += tokens[place].tolist()
@@ -157,5 +160,5 @@ class FakePair:
 
 def serial_runner(target: HashModel, draft: HashModel) -> Runner:
     """Two fakes behind the serial runner's own code."""
-    pair = FakePair(vocab_size=target.vocab_size)
+    pair = FakePair(vocab_size=target.vocab_size, max_positions=min(target.max_positions, draft.max_positions))
     return Runner(pair, "serial", Target(target, Recorder(Lane.TARGET)), SerialDraft(draft), {})
