@@ -49,9 +49,14 @@ def describe(device: torch.device) -> dict[str, Any]:
 def put(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of the host as a tensor of a device, without waiting for what the device is doing."""
     tensor = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cpu":
+    if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # only from pinned memory does a copy not wait
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenation, without a copy of one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def num_usable_cores() -> int:

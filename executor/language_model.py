@@ -18,11 +18,14 @@ from executor.llama_pass import at
 from executor.static_pass import MAX_WIDTH, SPARE_SLOTS, Capture, PassCounts, StaticPasses
 from sim.errors import BadInput
 
+UNREAD = -1
+
 
 class LanguageModel:
     """A transformers causal LM with its KV cache: `num_rows` sequences, numbered from 0, each of its own length.
 
-    `texts[row]` are the ids whose keys and values the cache holds; `tokens` and `length` are those of row 0.
+    `texts[row]` are the ids whose keys and values the cache holds, `UNREAD` where they were fed from the device and it
+    was not said which they are; `tokens` and `length` are those of row 0.
 
     Every logit that leaves belongs to one of the `vocab_size` ids 0, 1, 2 ... (those of the model's configuration if
     nothing is said), whatever the width of the model's head: see `Head` for `token_ids`, the id that each of its rows
@@ -163,18 +166,32 @@ class LanguageModel:
         `mask` is (rows, 1, B, length + B), see `kv_cache.branch_mask`. Returns (rows, B, V) logits. The rows must be of
         equal length (`level`).
         """
-        places = [self._place[row] for row in rows]
-        by_place = sorted(range(len(rows)), key=places.__getitem__)
-        if by_place != list(range(len(rows))):
-            order = put(by_place, self.device)
-            logits = self._forward(sorted(places), tokens[order], positions[order], mask[order], None)
-            logits = logits[order.argsort()]
-        else:
-            logits = self._forward(places, tokens, positions, mask, None)
-        for row, place, fed in zip(rows, places, tokens.tolist(), strict=True):
-            self._cache.advance(place, len(fed))
-            self.texts[row].extend(fed)
+        logits = self._in_order(rows, tokens, positions, mask)
+        for row in rows:
+            self._cache.advance(self._place[row], tokens.shape[1])
+            self.texts[row].extend([UNREAD] * tokens.shape[1])
         return logits
+
+    def feed_drawn(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Feed a (rows,) tensor, one token to each row, without reading it; returns (rows, V) logits. `name_last` is
+        told later which tokens they were."""
+        if len(self.texts) == 1:
+            logits = self._append(tokens[None], 1)[0]
+        else:
+            positions = put([[self.length_of(row)] for row in rows], self.device)
+            self._require_positions(max(map(self.length_of, rows)) + 1)
+            mask = ragged_mask(1, [self.length_of(row) for row in rows], self.dtype, self.device)
+            logits = self._in_order(rows, tokens[:, None], positions, mask)[:, 0]
+            for row in rows:
+                self._cache.advance(self._place[row], 1)
+        for row in rows:
+            self.texts[row].append(UNREAD)
+        return logits
+
+    def name_last(self, row: int, tokens: Sequence[int]) -> None:
+        """The last tokens that the row was fed were these."""
+        if tokens:
+            self.texts[row][-len(tokens) :] = tokens
 
     def level(self, rows: Sequence[int]) -> int:
         """Lengthen rows to that of the longest of them, which is returned. What a row gains holds nothing: a mask must
@@ -201,6 +218,16 @@ class LanguageModel:
         for row in range(num_rows):
             self._cache.advance(row, num_tokens)
         return logits
+
+    def _in_order(self, rows: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """`_forward` of rows in the order of their places; the logits are in the order of `rows`."""
+        places = [self._place[row] for row in rows]
+        by_place = sorted(range(len(rows)), key=places.__getitem__)
+        if by_place == list(range(len(rows))):
+            return self._forward(places, tokens, positions, mask, None)
+        order = put(by_place, self.device)
+        logits = self._forward(sorted(places), tokens[order], positions[order], mask[order], None)
+        return logits[order.argsort()]
 
     def _require_positions(self, num_positions: int) -> None:
         if num_positions > self.max_positions:

@@ -34,11 +34,13 @@ class Speculation:
 class SpeculationCache:
     """Outcome -> speculation. Lives one round; each speculation is handed out at most once.
 
-    `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the (B,) tokens and, at
+    `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the tokens, B or more, and, at
     temperature > 0, the (B, V) distributions. An abandoned build leaves outcomes without steps.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
+    def __init__(
+        self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Sequence[int], Tensor | None]] = ()
+    ) -> None:
         self._branch = {outcome: branch for branch, outcome in enumerate(outcomes)}
         self._steps = steps
 
@@ -51,6 +53,6 @@ class SpeculationCache:
     def take(self, outcome: Outcome) -> Speculation:
         """The prepared speculation of an outcome that is in the cache; it is forgotten."""
         branch = self._branch.pop(outcome)
-        tokens = tuple(int(step_tokens[branch]) for step_tokens, _ in self._steps)
+        tokens = tuple(step_tokens[branch] for step_tokens, _ in self._steps)
         rows = [step_probs[branch] for _, step_probs in self._steps if step_probs is not None]
         return Speculation(Source.HIT, tokens, torch.stack(rows) if rows else None)

@@ -71,6 +71,12 @@ class HashModel:
         self.num_forwards += 1
         return [self._fed(row, own)[-num:] for row, own, num in zip(rows, tokens, num_logits, strict=True)]
 
+    def feed_drawn(self, rows, tokens) -> torch.Tensor:
+        return torch.cat(self.feed(rows, [[token] for token in tokens.tolist()], [1] * len(rows)))
+
+    def name_last(self, row: int, tokens) -> None:
+        assert self.texts[row][len(self.texts[row]) - len(tokens) :] == list(tokens)
+
     def _fed(self, row: int, tokens) -> torch.Tensor:
         logits = []
         for token in tokens:
