@@ -87,6 +87,11 @@ class Runner:
         """Whether the draft works while the target verifies, as far as the device lets it."""
         return self.concurrency != "serial"
 
+    @property
+    def graphs(self) -> bool:
+        """Whether passes have fixed shapes, which are recorded where the device can."""
+        return "passes" in self.placement
+
     def capture(self) -> dict[str, PassCounts]:
         """Record the passes that earlier runs have met, where `graphs` were asked for; what was done so far, by role.
 

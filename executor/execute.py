@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
@@ -57,6 +57,7 @@ def execute(
         raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
+    captures = runner.capture() if runner.graphs else {}
     num_bad_rows_before = runner.target.num_bad_draft_rows
     asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
@@ -74,6 +75,7 @@ def execute(
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
+        "captures": {role: asdict(counts) for role, counts in captures.items()},
         "without_draft": [] if isinstance(policy, Autoregressive) else _beyond_the_draft(workload, runner),
     }
     return trace
