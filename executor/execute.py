@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
 from executor.loops import Draft, autoregressive, speculative, speculative_speculative
-from executor.sequence import OpenBatch, OpenSequence, Request
+from executor.sequence import NewTokens, OpenBatch, Request
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def execute(
@@ -23,6 +28,9 @@ def execute(
     seed: int = 0,
     progress: Callable[[Sequence], None] | None = None,
     on_draft_failure: str = OnDraftFailure.RAISE,
+    on_tokens: Callable[[NewTokens], None] | None = None,
+    *,
+    log_probs: bool = False,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -32,6 +40,9 @@ def execute(
 
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
+
+    `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
+    what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
 
     Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
     lists the prompts that leave the draft model no room at all.
@@ -47,9 +58,11 @@ def execute(
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
-    asked = list(requests(workload, seed))
+    asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
+    tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
     for start in range(0, len(asked), workload.batch_size):
-        sequences = _decode(policy, asked[start : start + workload.batch_size], runner.target, draft, trace)
+        batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
+        sequences = _decode(policy, batch, runner.target, draft, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -58,6 +71,7 @@ def execute(
         "producer": "executor",
         "identity": runner.identity(),
         "seed": seed,
+        "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
         "without_draft": [] if isinstance(policy, Autoregressive) else _beyond_the_draft(workload, runner),
@@ -71,12 +85,27 @@ def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
 
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
-    """One request per prompt, in order."""
+    """One request per prompt, in order. A request with a seed of its own is not told from its repetition."""
     seen: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(workload.prompts):
-        rules = (workload.max_new_tokens, workload.temperature, workload.stop_ids, seed)
-        yield Request(index, prompt, *rules, occurrence=seen[prompt])
-        seen[prompt] += 1
+        sampling = workload.sampling_of(index)
+        if sampling.seed is None:
+            own_seed, occurrence = seed, seen[prompt]
+            seen[prompt] += 1
+        else:
+            own_seed, occurrence = sampling.seed, 0
+        rules = (workload.max_new_tokens, sampling.law, workload.stop_ids, own_seed, occurrence)
+        yield Request(index, prompt, *rules, stop_strings=workload.stop_strings)
+
+
+def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False) -> Tokenizer | None:
+    """The pair's, if stop strings need it or if the text `is_shown` and there is one. Raises `BadInput` if stop strings
+    need it and there is none."""
+    if not workload.stop_strings:
+        return runner.pair.tokenizer if is_shown else None
+    if runner.pair.tokenizer is None:
+        raise BadInput("workload.stop_strings", "need a pair with a tokenizer", runner.pair.name)
+    return runner.pair.tokenizer
 
 
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
@@ -102,13 +131,12 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
-    """Decode requests together; their spans and rounds go into the trace."""
+def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
+    """Decode the sequences of a batch; their spans and rounds go into the trace."""
     recorder = target.recorder
-    recorder.begin_batch([request.index for request in batch])
-    decoded = [OpenSequence(request) for request in batch]
-    if batch[0].max_new_tokens > 0:
-        decoded = _run_loop(policy, batch, target, draft).sequences
+    recorder.begin_batch([request.index for request in batch.requests])
+    if batch.requests[0].max_new_tokens > 0:
+        _run_loop(policy, batch, target, draft)
         spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
@@ -122,16 +150,18 @@ def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, 
             decode_start_s=recorder.decode_start_s,
             end_s=end_s.get(sequence.request.index, recorder.decode_start_s),
             stopped=sequence.stopped,
+            stopped_by_string=sequence.stopped_by_string,
+            log_probs=tuple(target.log_probs[row][: len(sequence.tokens)]) if sequence.tokens else (),
         )
-        for sequence in decoded
+        for row, sequence in enumerate(batch.sequences)
     ]
 
 
-def _run_loop(policy: Policy, batch: list[Request], target: Target, draft: Draft) -> OpenBatch:
+def _run_loop(policy: Policy, batch: OpenBatch, target: Target, draft: Draft) -> None:
     match policy:
         case Autoregressive():
-            return autoregressive(batch, target)
+            autoregressive(batch, target)
         case Speculative():
-            return speculative(policy, batch, target, draft)
+            speculative(policy, batch, target, draft)
         case SpeculativeSpeculative():
-            return speculative_speculative(policy, batch, target, draft)
+            speculative_speculative(policy, batch, target, draft)

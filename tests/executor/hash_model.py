@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,6 +149,7 @@ class FakePair:
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
+    tokenizer: Any = None
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
 
 
