@@ -44,8 +44,8 @@ class Pair(Protocol):
         """The target's end-of-text ids."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises `BadInput` if the pair has none."""
+    def tokenizer(self) -> Tokenizer | None:
+        """None if the tokens stand for no text."""
 
     @property
     def hashes(self) -> dict[str, str]:

@@ -104,8 +104,9 @@ class SyntheticPair:
         return ()
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        raise BadInput("pair", "a synthetic pair has no tokenizer, its tokens stand for no text")
+    def tokenizer(self) -> Tokenizer | None:
+        """None: its tokens stand for no text."""
+        return None
 
     @property
     def hashes(self) -> dict[str, str]:
