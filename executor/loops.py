@@ -87,4 +87,5 @@ def _verify(target: Target, speculations: Mapping[int, Speculation], batch: Open
         RowRound(row, speculations[row].source, len(speculations[row].tokens), *counts[row], context)
         for row, context in zip(rows, contexts, strict=True)
     )
+    batch.audit(target.model)
     return outcomes

@@ -15,6 +15,8 @@ from sim.workload import Sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from executor.language_model import LanguageModel
+
 
 @dataclass(frozen=True)
 class Request:
@@ -30,6 +32,7 @@ class Request:
     occurrence: int = 0
     stop_strings: tuple[str, ...] = ()
     log_probs: bool = False  # of the tokens are asked for
+    audit: bool = False  # of the KV caches after every round
 
     def draws(self) -> Draws:
         return Draws(self.seed, self.prompt, self.occurrence)
@@ -148,6 +151,16 @@ class OpenBatch:
                 self._on_tokens(self.sequences[row].deliver())
         self.rows = [row for row in self.rows if self.sequences[row].is_open]
         return counts
+
+    def audit(self, target: LanguageModel) -> None:
+        """Check the target's KV cache of the open rows that ask for it: what was committed, but for the last token.
+
+        Raises `KvCacheCorrupt`.
+        """
+        for row in self.rows:
+            sequence = self.sequences[row]
+            if sequence.request.audit:
+                target.audit(row, [*sequence.request.prompt, *sequence.tokens[:-1]])
 
     def verified(self, outcomes: Mapping[int, Outcome]) -> dict[int, Verified]:
         """What the draft must know of the open rows."""
