@@ -1,4 +1,4 @@
-"""Policy + workload + loaded pair -> Trace."""
+"""Decider + workload + loaded pair -> Trace."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
-from executor.loops import Draft, autoregressive, speculative, speculative_speculative
-from executor.sequence import OpenBatch, OpenSequence, Request
+from executor.loops import Choose, Draft, autoregressive, speculative
+from executor.observation import Observer
+from executor.sequence import OpenSequence, Request
 from executor.target import Target
+from sim.decider import Chooser, Decider
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
 
 
 def execute(
-    policy: Policy,
+    decider: Decider,
     workload: Workload,
     runner: Runner,
     seed: int = 0,
@@ -33,10 +35,18 @@ def execute(
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
 
-    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know.
+    `decider` is a policy, a table by the number of rows still open, or an adaptive choice, which starts without any
+    past and is told of every row of every round with its times; the trace names the policy of every round. What was
+    prepared under one SSD policy is verified under the next one (`executor.speculator`).
+
+    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know, or if policies
+    follow one another that cannot.
     """
-    check_room(policy, workload, runner)
-    trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+    chooser = Chooser(decider)
+    observer = None if chooser.controller is None else Observer(chooser.controller)
+    for policy in policies_of(decider):
+        check_room(policy, workload, runner)
+    trace = Trace(policy=decider.to_dict(), workload=workload.identity())
     draft: Draft = runner.draft
     expendable = ExpendableDraft(draft)
     if on_draft_failure not in list(OnDraftFailure):
@@ -45,8 +55,17 @@ def execute(
         draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
     asked = list(requests(workload, seed))
+    role = draft if observer is not None or any(p.speculation_length for p in policies_of(decider)) else None
+
+    def choose(num_rows: int) -> Policy:
+        policy = chooser.at(num_rows)
+        if observer is not None:  # only a controller has policies that nobody knows before
+            check_room(policy, workload, runner)
+        return policy
+
     for start in range(0, len(asked), workload.batch_size):
-        sequences = _decode(policy, asked[start : start + workload.batch_size], runner.target, draft, trace)
+        batch = asked[start : start + workload.batch_size]
+        sequences = _decode(choose, batch, runner.target, role, observer, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -70,6 +89,13 @@ def requests(workload: Workload, seed: int) -> Iterator[Request]:
         seen[prompt] += 1
 
 
+def policies_of(decider: Decider) -> tuple[Policy, ...]:
+    """Those that are known before the run: none of an adaptive choice."""
+    if isinstance(decider, PolicyTable):
+        return tuple(policy for _, policy in decider.entries)
+    return (decider,) if isinstance(decider, Policy) else ()
+
+
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
     """Every position that may be fed, look-ahead included, must exist in both models; the policy must be one that the
     executor runs."""
@@ -91,14 +117,24 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
-    """Decode requests together; their spans and rounds go into the trace."""
+def _decode(
+    choose: Choose,
+    batch: list[Request],
+    target: Target,
+    draft: Draft | None,
+    observer: Observer | None,
+    trace: Trace,
+) -> list[Sequence]:
+    """Decode requests together; their spans and rounds go into the trace. Without a draft by AR."""
     recorder = target.recorder
     recorder.begin_batch([request.index for request in batch])
     decoded = [OpenSequence(request) for request in batch]
     if batch[0].max_new_tokens > 0:
-        decoded = _run_loop(policy, batch, target, draft).sequences
-        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
+        if draft is None:
+            decoded, spans = autoregressive(choose, batch, target).sequences, recorder.spans
+        else:
+            decoded = speculative(choose, batch, target, draft, observer).sequences
+            spans = recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
     end_s = {r.sequence: r.end_s for r in recorder.rounds}
@@ -114,13 +150,3 @@ def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, 
         )
         for sequence in decoded
     ]
-
-
-def _run_loop(policy: Policy, batch: list[Request], target: Target, draft: Draft) -> OpenBatch:
-    match policy:
-        case Autoregressive():
-            return autoregressive(batch, target)
-        case Speculative():
-            return speculative(policy, batch, target, draft)
-        case SpeculativeSpeculative():
-            return speculative_speculative(policy, batch, target, draft)

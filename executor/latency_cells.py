@@ -11,9 +11,9 @@ from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.sampling import draw, process
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request, Verified
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator
+from executor.speculator import Speculator
 from executor.target import Target
 from sim.latency import LatencySample
 from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
@@ -159,10 +159,10 @@ def _drafting(num_tokens: int) -> Drafting:
 
 def _look_up(model: LanguageModel, recorder: Recorder, cell: LookupCell) -> None:
     policy = SpeculativeSpeculative(1, (0, 0), (cell.num_branches,), Fallback.NONE)
-    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder, upcoming=lambda: None)
-    speculator.speculate({0: Verified(Outcome(0, 0), remaining=8)})
+    speculator = Speculator(_begin(model, recorder, cell), recorder, upcoming=lambda: None)
+    speculator.speculate(Question(policy, {0: Verified(Outcome(0, 0), remaining=8)}))
     speculator.prepare()
-    speculator.speculate({0: Verified(Outcome(0, 0), remaining=7)})
+    speculator.speculate(Question(policy, {0: Verified(Outcome(0, 0), remaining=7)}))
 
 
 def _tokens(num: int, vocab_size: int) -> tuple[int, ...]:

@@ -48,6 +48,11 @@ class SpeculationCache:
     def __contains__(self, outcome: Outcome) -> bool:
         return outcome in self._branch
 
+    @property
+    def is_built(self) -> bool:
+        """Whether it holds speculations."""
+        return bool(self._branch) and bool(self._steps)
+
     def take(self, outcome: Outcome) -> Speculation:
         """The prepared speculation of an outcome that is in the cache; it is forgotten."""
         branch = self._branch.pop(outcome)
