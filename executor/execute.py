@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
 from executor.loops import Choose, Draft, autoregressive, speculative
 from executor.observation import Observer
-from executor.sequence import OpenSequence, Request
+from executor.sequence import NewTokens, OpenBatch, Request
 from executor.target import Target
 from sim.decider import Chooser, Decider
 from sim.errors import BadInput
 from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def execute(
@@ -25,6 +30,9 @@ def execute(
     seed: int = 0,
     progress: Callable[[Sequence], None] | None = None,
     on_draft_failure: str = OnDraftFailure.RAISE,
+    on_tokens: Callable[[NewTokens], None] | None = None,
+    *,
+    log_probs: bool = False,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -39,8 +47,14 @@ def execute(
     past and is told of every row of every round with its times; the trace names the policy of every round. What was
     prepared under one SSD policy is verified under the next one (`executor.speculator`).
 
-    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know, or if policies
-    follow one another that cannot.
+    `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
+    what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
+
+    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
+    lists the prompts that leave the draft model no room at all.
+
+    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know, or
+    if policies follow one another that cannot.
     """
     chooser = Chooser(decider)
     observer = None if chooser.controller is None else Observer(chooser.controller)
@@ -54,7 +68,8 @@ def execute(
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
-    asked = list(requests(workload, seed))
+    asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
+    tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
     role = draft if observer is not None or any(p.speculation_length for p in policies_of(decider)) else None
 
     def choose(num_rows: int) -> Policy:
@@ -64,7 +79,7 @@ def execute(
         return policy
 
     for start in range(0, len(asked), workload.batch_size):
-        batch = asked[start : start + workload.batch_size]
+        batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
         sequences = _decode(choose, batch, runner.target, role, observer, trace)
         trace.sequences += sequences
         if progress is not None:
@@ -74,19 +89,41 @@ def execute(
         "producer": "executor",
         "identity": runner.identity(),
         "seed": seed,
+        "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
+        "without_draft": [] if role is None else _beyond_the_draft(workload, runner),
     }
     return trace
 
 
+def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
+    """The prompts that fill the draft's positions."""
+    return [index for index, prompt in enumerate(workload.prompts) if len(prompt) >= runner.pair.max_positions]
+
+
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
-    """One request per prompt, in order."""
+    """One request per prompt, in order. A request with a seed of its own is not told from its repetition."""
     seen: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(workload.prompts):
-        rules = (workload.max_new_tokens, workload.temperature, workload.stop_ids, seed)
-        yield Request(index, prompt, *rules, occurrence=seen[prompt])
-        seen[prompt] += 1
+        sampling = workload.sampling_of(index)
+        if sampling.seed is None:
+            own_seed, occurrence = seed, seen[prompt]
+            seen[prompt] += 1
+        else:
+            own_seed, occurrence = sampling.seed, 0
+        rules = (workload.max_new_tokens, sampling.law, workload.stop_ids, own_seed, occurrence)
+        yield Request(index, prompt, *rules, stop_strings=workload.stop_strings)
+
+
+def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False) -> Tokenizer | None:
+    """The pair's, if stop strings need it or if the text `is_shown` and there is one. Raises `BadInput` if stop strings
+    need it and there is none."""
+    if not workload.stop_strings:
+        return runner.pair.tokenizer if is_shown else None
+    if runner.pair.tokenizer is None:
+        raise BadInput("workload.stop_strings", "need a pair with a tokenizer", runner.pair.name)
+    return runner.pair.tokenizer
 
 
 def policies_of(decider: Decider) -> tuple[Policy, ...]:
@@ -97,15 +134,17 @@ def policies_of(decider: Decider) -> tuple[Policy, ...]:
 
 
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
-    """Every position that may be fed, look-ahead included, must exist in both models; the policy must be one that the
-    executor runs."""
+    """Every position that a text may have must exist in the target; the policy must be one that the executor runs.
+
+    The draft may have fewer: speculation shrinks to nothing before its end.
+    """
     check_runs(policy, workload)
-    look_ahead = policy.speculation_length + 1 if isinstance(policy, SpeculativeSpeculative) else 0
+    limit = runner.target.model.max_positions
     for index, prompt in enumerate(workload.prompts):
-        needed = len(prompt) + workload.max_new_tokens + look_ahead
-        if needed > runner.pair.max_positions:
-            rule = f"prompt {index} with max_new_tokens and {look_ahead} positions of look-ahead must fit the models'"
-            raise BadInput("workload", f"{rule} {runner.pair.max_positions} positions", needed)
+        needed = len(prompt) + workload.max_new_tokens
+        if needed > limit:
+            rule = f"prompt {index} with max_new_tokens must fit the target's {limit} positions"
+            raise BadInput("workload", rule, needed)
         unknown = [token for token in prompt if not 0 <= token < runner.pair.vocab_size]
         if unknown:
             raise BadInput(f"workload: prompt {index}", f"token ids must be below {runner.pair.vocab_size}", unknown[0])
@@ -118,22 +157,17 @@ def check_runs(policy: Policy, workload: Workload) -> None:
 
 
 def _decode(
-    choose: Choose,
-    batch: list[Request],
-    target: Target,
-    draft: Draft | None,
-    observer: Observer | None,
-    trace: Trace,
+    choose: Choose, batch: OpenBatch, target: Target, draft: Draft | None, observer: Observer | None, trace: Trace
 ) -> list[Sequence]:
-    """Decode requests together; their spans and rounds go into the trace. Without a draft by AR."""
+    """Decode the sequences of a batch; their spans and rounds go into the trace. Without a draft by AR."""
     recorder = target.recorder
-    recorder.begin_batch([request.index for request in batch])
-    decoded = [OpenSequence(request) for request in batch]
-    if batch[0].max_new_tokens > 0:
+    recorder.begin_batch([request.index for request in batch.requests])
+    if batch.requests[0].max_new_tokens > 0:
         if draft is None:
-            decoded, spans = autoregressive(choose, batch, target).sequences, recorder.spans
+            autoregressive(choose, batch, target)
+            spans = recorder.spans
         else:
-            decoded = speculative(choose, batch, target, draft, observer).sequences
+            speculative(choose, batch, target, draft, observer)
             spans = recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
@@ -147,6 +181,8 @@ def _decode(
             decode_start_s=recorder.decode_start_s,
             end_s=end_s.get(sequence.request.index, recorder.decode_start_s),
             stopped=sequence.stopped,
+            stopped_by_string=sequence.stopped_by_string,
+            log_probs=tuple(target.log_probs[row][: len(sequence.tokens)]) if sequence.tokens else (),
         )
-        for sequence in decoded
+        for row, sequence in enumerate(batch.sequences)
     ]

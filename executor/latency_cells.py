@@ -22,6 +22,7 @@ from executor.target import Target
 from sim.latency import LatencySample
 from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
 from sim.trace import Lane, Operation, Outcome, Source, Span
+from sim.workload import Sampling
 
 SEED = 0  # of the random tokens that fill the contexts
 
@@ -154,7 +155,8 @@ def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter
 def _requests(cell: TargetCell | DraftCell, vocab_size: int) -> list[Request]:
     """One for each row; they never end."""
     prompts = [_tokens(context, vocab_size) for context in _contexts(cell)]
-    return [Request(row, own, 1 << 30, cell.temperature, stop_ids=(), seed=SEED) for row, own in enumerate(prompts)]
+    rules = (1 << 30, Sampling(cell.temperature), ())
+    return [Request(row, prompt, *rules, seed=SEED) for row, prompt in enumerate(prompts)]
 
 
 def _contexts(cell: TargetCell | DraftCell) -> list[int]:
@@ -202,6 +204,6 @@ def _speculation(cell: VerifyCell, vocab_size: int) -> Speculation:
     if cell.temperature == 0 or num_drafted == 0:
         return Speculation(Source.SYNCHRONOUS, _tokens(num_drafted, vocab_size))
     generator = torch.Generator().manual_seed(SEED)
-    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), cell.temperature)
+    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), Sampling(cell.temperature))
     uniforms = torch.rand(num_drafted, generator=generator, dtype=torch.float64)
     return Speculation(Source.SYNCHRONOUS, tuple(draw(probs, uniforms).tolist()), probs)

@@ -48,26 +48,24 @@ class Draft(Protocol):
         """What it did for the batch."""
 
 
-def autoregressive(choose: Choose, requests: Sequence[Request], target: Target) -> OpenBatch:
+def autoregressive(choose: Choose, batch: OpenBatch, target: Target) -> None:
     """AR: one target pass per token, whatever the policy says. No draft is needed."""
-    batch = OpenBatch(requests)
-    outcomes = target.prefill(requests)
+    outcomes = target.prefill(batch.requests)
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
     while batch.rows:
         policy = choose(len(batch.rows))
         _verify(target, policy, dict.fromkeys(batch.rows, NO_SPECULATION), batch)
-    return batch
 
 
 def speculative(
-    choose: Choose, requests: Sequence[Request], target: Target, draft: Draft, observer: Observer | None = None
-) -> OpenBatch:
+    choose: Choose, batch: OpenBatch, target: Target, draft: Draft, observer: Observer | None = None
+) -> None:
     """SD: the target waits while the draft drafts, the draft waits while the target verifies. SSD: having answered the
     outcomes, the draft prepares answers to the next ones while the target verifies. Rounds of AR pass without the
     draft, which hears of them with the next question.
     """
-    batch = _begin(requests, target, draft, tells_builds=observer is not None)
+    _begin(batch, target, draft, tells_builds=observer is not None)
     before: Policy | None = None
     while batch.rows:
         policy = choose(len(batch.rows))
@@ -82,20 +80,17 @@ def speculative(
             draft.take_notice()
             observer.end_round(policy, *target.recorder.last_round(), work)
         before = policy
-    return batch
 
 
-def _begin(requests: Sequence[Request], target: Target, draft: Draft, *, tells_builds: bool) -> OpenBatch:
+def _begin(batch: OpenBatch, target: Target, draft: Draft, *, tells_builds: bool) -> None:
     """Both prefills, side by side where the roles run side by side."""
-    batch = OpenBatch(requests)
-    draft.begin(requests, tells_builds=tells_builds)
+    draft.begin(batch.requests, tells_builds=tells_builds)
     try:
-        outcomes = target.prefill(requests)
+        outcomes = target.prefill(batch.requests)
     finally:
         draft.wait()
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
-    return batch
 
 
 def _check_in_hand(before: Policy | None, policy: Policy, speculations: Mapping[int, Speculation]) -> None:

@@ -10,7 +10,7 @@ from executor.fallback import fall_back
 from executor.recorder import Recorder
 from executor.sequence import Question, Verified
 from executor.speculation_cache import Speculation, SpeculationCache
-from sim.policy import Autoregressive, Fallback, LateBuild, Policy, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, Policy, Proposer, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
 
 # The next request: None while there is none. One that is not about a round asks about no row.
@@ -47,8 +47,13 @@ class Speculator:
         else:
             found, sources = self._look_up(verified, caches, self._policy)
         found |= self._drafted(sources)
-        self._speculations = {row: found[row].first(v.remaining - 1) for row, v in verified.items()}
+        self._speculations = {row: found[row].first(self._room(row, found[row].proposer)) for row in verified}
         return self._speculations
+
+    def _room(self, row: int, proposer: Proposer) -> int:
+        """How many tokens a proposer may propose: the bonus token takes one of those that remain."""
+        room = self._remaining[row] - 1
+        return min(room, self._drafter.room(row)) if proposer is Proposer.DRAFT_MODEL else room
 
     def _without_cache(self, verified: Mapping[int, Verified]) -> tuple[dict[int, Speculation], dict[int, Source]]:
         self._commit(verified)
@@ -73,7 +78,7 @@ class Speculator:
         if not sources:
             return {}
         policy, drafting = self._policy, self._policy.drafting(next(iter(sources.values())))
-        wanted = {row: min(policy.speculation_length, self._remaining[row] - 1) for row in sources}
+        wanted = {row: min(policy.speculation_length, self._room(row, drafting.proposer)) for row in sources}
         fallback = policy.fallback if isinstance(policy, SpeculativeSpeculative) else Fallback.DRAFT
         supplied = fall_back(fallback, self._drafter, wanted, drafting)
         return {row: replace(supplied[row], source=source) for row, source in sources.items()}
@@ -84,11 +89,12 @@ class Speculator:
 
     def prepare(self) -> bool:
         """Under SSD build the speculation caches for the verification of the speculations just given; none for a row
-        that ends whatever the outcome. Whether there was anything to build, and it was built to its end."""
+        that ends whatever the outcome, or outgrows the draft model. Whether there was anything to build, and it was
+        built to its end."""
         policy = self._policy
         if not isinstance(policy, SpeculativeSpeculative):
             return False
-        fan_out = {row: self._fan_out(row, policy) for row, remaining in self._remaining.items() if remaining > 1}
+        fan_out = {row: self._fan_out(row, policy) for row in self._remaining if self._goes_on(row)}
         # Without branches only a hit leaves draft tokens that the draft model never fed.
         building = [row for row, own in fan_out.items() if sum(own) or self._speculations[row].source is Source.HIT]
         caches: dict[int, SpeculationCache] = {row: SpeculationCache() for row in self._remaining}
@@ -98,6 +104,10 @@ class Speculator:
             caches |= self._drafter.build(drafted, fan_out, policy.drafting(Source.HIT), is_needed)
         self._caches = caches
         return any(cache.is_built for cache in caches.values())
+
+    def _goes_on(self, row: int) -> bool:
+        num_drafted = len(self._speculations[row].tokens)
+        return self._remaining[row] > 1 and self._drafter.has_room_to_build(row, num_drafted)
 
     def _fan_out(self, row: int, policy: SpeculativeSpeculative) -> tuple[int, ...]:
         speculation = self._speculations[row]

@@ -43,8 +43,8 @@ def measure_interleaved(
 
 def batches(workload: Workload) -> list[Workload]:
     """The workload batch by batch; the last may have fewer prompts."""
-    starts = range(0, len(workload.prompts), workload.batch_size)
-    return [replace(workload, prompts=workload.prompts[start : start + workload.batch_size]) for start in starts]
+    numbers = range(len(workload.prompts))
+    return [workload.select(numbers[start : start + workload.batch_size]) for start in numbers[:: workload.batch_size]]
 
 
 class CompanionRuns:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -123,8 +122,7 @@ def workloads_of_short_runs(config: ExperimentConfig, calibration: Workload) -> 
     size = calibration.batch_size
     num_batches = max(2, math.ceil(config.profile.trace_prompts / size))
     middle, end = num_batches // 2 * size, num_batches * size
-    prompts = calibration.prompts
-    return replace(calibration, prompts=prompts[:middle]), replace(calibration, prompts=prompts[middle:end])
+    return calibration.select(range(middle)), calibration.select(range(middle, end))
 
 
 def measure_short_runs(
