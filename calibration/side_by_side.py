@@ -26,7 +26,8 @@ class StepTime:
 
     lane: Lane
     operation: Operation
-    num_tokens: int
+    batch_size: int
+    num_tokens: int  # of each row
     context: int
     alone_s: float
     beside_s: float
@@ -50,10 +51,10 @@ def side_by_side(samples: Sequence[LatencySample]) -> SideBySide | None:
     A role that takes s times as long in company does 1/s of its work, so that the gain is the sum of both 1/s; s is the
     median ratio over all cells of an operation that works beside the other role in every round.
     """
-    cells: dict[tuple[Lane, Operation], dict[tuple[int, int], dict[bool, list[float]]]] = {}
+    cells: dict[tuple[Lane, Operation], dict[tuple[int, int, int], dict[bool, list[float]]]] = {}
     for s in samples:
         by_size = cells.setdefault((s.lane, s.operation), defaultdict(lambda: {False: [], True: []}))
-        by_size[s.num_tokens, s.context][s.busy].append(s.duration_s)
+        by_size[s.batch_size, s.num_tokens, s.context][s.busy].append(s.duration_s)
     times = {key: both for key in STEPS if key in cells and (both := _in_both_states(cells[key]))}
     ratios = {
         lane: [beside / alone for key, by_size in times.items() if key[0] is lane for alone, beside in by_size.values()]
@@ -66,8 +67,8 @@ def side_by_side(samples: Sequence[LatencySample]) -> SideBySide | None:
 
 
 def _in_both_states(
-    by_size: Mapping[tuple[int, int], Mapping[bool, Sequence[float]]],
-) -> dict[tuple[int, int], tuple[float, float]]:
+    by_size: Mapping[tuple[int, int, int], Mapping[bool, Sequence[float]]],
+) -> dict[tuple[int, int, int], tuple[float, float]]:
     """Medians alone and in company, of the sizes that were timed in both."""
     return {size: (median(t[False]), median(t[True])) for size, t in by_size.items() if t[False] and t[True]}
 

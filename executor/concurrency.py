@@ -23,15 +23,15 @@ from executor.draft_service import DraftService
 from executor.draft_thread import ThreadDraft
 from executor.folder_pair import ROLES
 from executor.language_model import LanguageModel
+from executor.observation import DraftWork
 from executor.pairs import DTYPES, Pair
 from executor.place import Place
 from executor.recorder import Recorder, clock_of
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
 from executor.static_pass import PassCounts
 from executor.target import Target
 from sim.errors import BadInput
-from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Span
 
 CONCURRENCY_KINDS = ("auto", "processes", "streams", "serial")
@@ -43,17 +43,26 @@ class SerialDraft:
     def __init__(self, model: LanguageModel) -> None:
         self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
         self._result: Any = None
+        self._tells_builds = False
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        self._service.begin(policy, requests)
+    @property
+    def work(self) -> DraftWork:
+        return DraftWork(self._service.draft_s(), self._service.build_s()) if self._tells_builds else DraftWork()
+
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
+        self._tells_builds = tells_builds
+        self._service.begin(requests)
 
     def wait(self) -> None:
         """`begin` has waited."""
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        speculations = self._service.speculate(verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        speculations = self._service.speculate(question)
         self._service.prepare()
         return speculations
+
+    def take_notice(self) -> None:
+        """What it built is known."""
 
     def spans(self) -> list[Span]:
         return self._service.spans()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from executor.draft_service import DraftService
-from executor.messages import LOADING, Ask, Call, Channel, Fault, Message, Reply, Result
-from executor.sequence import Request, Verified
+from executor.messages import LOADING, Ask, Built, Call, Channel, Fault, Message, Reply, Result
+from executor.observation import DraftWork
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
 from sim.errors import BadInput, RunFailed
-from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Outcome, Span
+from sim.policy import Autoregressive, SpeculativeSpeculative
+from sim.trace import Span
 
 ANSWER_TIMEOUT_S = 6.0  # for what a decoder asks; loading and profiling may take as long as they like
 
@@ -36,26 +37,48 @@ class DraftClient(ABC):
         self._answer_timeout_s = answer_timeout_s
         self._number = LOADING  # of the last request
         self._awaited: deque[int] = deque([LOADING])  # calls whose results will be asked for
+        self._tells_builds = False
+        self._building: dict[int, DraftWork] = {}  # by number of the question
+        self.work = DraftWork()
         self.placement: dict[str, Any] = {}
 
     def wait_until_loaded(self) -> None:
         """The draft has loaded its model; `placement` is what it read back about itself."""
         self.placement = self.result()
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         self._awaited.clear()  # whatever an interrupted run has left
-        self.start("begin", policy, requests)
+        self._tells_builds = tells_builds
+        self.start("begin", requests)
 
     def wait(self) -> None:
         self._result(self._answer_timeout_s)
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        ask = Ask(self._next_number(), verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        ask = Ask(self._next_number(), question, self._tells_builds)
         self._send(ask)
         while True:
             match self._receive(self._answer_timeout_s):
-                case Reply() as reply if reply.number == ask.number and reply.verified == verified:
+                case Reply() as reply if reply.number == ask.number and reply.verified == question.verified:
+                    self.work = self._work(ask, reply)
                     return dict(reply.speculations)
+
+    def _work(self, ask: Ask, reply: Reply) -> DraftWork:
+        builds = isinstance(ask.question.policy, SpeculativeSpeculative)
+        work = DraftWork(reply.draft_s, build_s=None if builds else 0.0)
+        if builds and ask.tells_build:
+            self._building[ask.number] = work
+        return work
+
+    def take_notice(self) -> None:
+        with suppress(EOFError, ConnectionResetError):  # whoever waits for an answer hears of it
+            while isinstance(self._channel.peek(), Built):
+                self._note(self._channel.receive())
+
+    def _note(self, message: Message) -> None:
+        """The end of a build, if it is one."""
+        if isinstance(message, Built) and message.number in self._building:
+            self._building.pop(message.number).build_s = message.build_s
 
     def spans(self) -> list[Span]:
         self.start("spans")
@@ -99,6 +122,7 @@ class DraftClient(ABC):
             raise DraftFailed(f"the draft has not answered for {timeout_s} s and {self._give_up()}") from None
         if isinstance(message, Fault):
             raise message.error_type(*message.args)
+        self._note(message)
         return message
 
     @abstractmethod
@@ -136,22 +160,26 @@ def serve(channel: Channel, load: Callable[[], tuple[DraftService, dict[str, Any
         _fail(channel, DraftFailed, f"the draft failed\n{traceback.format_exc()}")
 
 
-def upcoming(channel: Channel) -> Mapping[int, Outcome] | None:
+def upcoming(channel: Channel) -> Question | None:
     """What the next request brings, see `speculator.Upcoming`."""
     match channel.peek():
         case None:
             return None
-        case Ask(_, verified):
-            return {row: v.outcome for row, v in verified.items()}
+        case Ask(_, question):
+            return question
         case _:
-            return {}
+            return Question(Autoregressive(), {})
 
 
 def _answer(channel: Channel, service: DraftService, message: Message) -> None:
     match message:
-        case Ask(number, verified):
-            channel.send(Reply(number, verified, service.speculate(verified)))
+        case Ask(number, question, tells_build):
+            speculations = service.speculate(question)
+            draft_s = service.draft_s() if tells_build else 0.0
+            channel.send(Reply(number, question.verified, speculations, draft_s))
             service.prepare()
+            if tells_build and isinstance(question.policy, SpeculativeSpeculative):
+                channel.send(Built(number, service.build_s()))
         case Call(number, method, args, kwargs):
             channel.send(Result(number, getattr(service, method)(*args, **(kwargs or {}))))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,12 +12,11 @@ from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
 from executor.recorder import Recorder, clock_of
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
+from executor.speculator import Speculator, Upcoming
 from executor.static_pass import PassCounts
-from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Span
+from sim.trace import Lane, Operation, Span
 
 
 class DraftService:
@@ -32,23 +31,31 @@ class DraftService:
 
     # ------------------------------------------------------------------------------------------------- decoding
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        """Prefill the prompts of a batch; take the draft's half of `policy`."""
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Prefill the prompts of a batch."""
         self._recorder.begin_batch([request.index for request in requests])
         drafter = Drafter(self.model, self._recorder, requests)
         self._recorder.wait()  # the first round begins after the prefill
-        self._speculator: Speculator
-        if isinstance(policy, Speculative):
-            self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
-        else:
-            self._speculator = CachingSpeculator(policy, drafter, self._recorder, self._upcoming)
+        self._speculator = Speculator(drafter, self._recorder, self._upcoming)
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        return self._speculator.speculate(verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        self._first_of_answer = self._recorder.num_spans
+        speculations = self._speculator.speculate(question)
+        self._first_of_build = self._recorder.num_spans
+        return speculations
 
     def prepare(self) -> None:
         """What follows an answer while the target verifies."""
-        self._speculator.prepare()
+        self._is_built = self._speculator.prepare()
+
+    def draft_s(self) -> float:
+        """How long the drafting for the last answer took."""
+        spans = self._recorder.spans[self._first_of_answer : self._first_of_build]
+        return _seconds([span for span in spans if span.operation is Operation.DRAFT_STEP])
+
+    def build_s(self) -> float:
+        """How long the build took that followed it; 0 if nothing was built."""
+        return _seconds(self._recorder.spans[self._first_of_build :]) if self._is_built else 0.0
 
     def capture(self) -> PassCounts:
         """Record the passes that earlier runs have met."""
@@ -79,3 +86,8 @@ class DraftService:
 
     def answer(self) -> None:
         """Nothing, at once: ends `keep_busy`."""
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    """From the start of the first to the end of the last."""
+    return spans[-1].end_s - spans[0].start_s if spans else 0.0

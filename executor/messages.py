@@ -10,14 +10,15 @@ import pickle
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from executor.sequence import Verified
+from executor.sequence import Question, Verified
 from executor.speculation_cache import Speculation
-from sim.policy import Proposer
+from sim.policy import Policy, Proposer
 from sim.trace import Outcome, Source
 
 LOADING = 0  # number of the request that starting a role is
@@ -25,10 +26,12 @@ LOADING = 0  # number of the request that starting a role is
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Request: the speculations that follow these outcomes."""
+    """Request: the speculations of a round. With `tells_build` it is told how long drafting took, and the build beside
+    the round once that has ended."""
 
     number: int
-    verified: Mapping[int, Verified]  # by row
+    question: Question
+    tells_build: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,15 @@ class Reply:
     number: int
     verified: Mapping[int, Verified]  # what is answered
     speculations: Mapping[int, Speculation]
+    draft_s: float = 0.0  # drafting that the caller waited for, where it asked for that
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The build beside the round of an `Ask` has ended; nobody waits for this."""
+
+    number: int
+    build_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Fault:
     args: tuple[str, ...]
 
 
-Message = Ask | Reply | Call | Result | Fault
+Message = Ask | Reply | Built | Call | Result | Fault
 
 
 class Channel(Protocol):
@@ -89,8 +101,10 @@ class Channel(Protocol):
 # ------------------------------------------------------------------------------------------------------- as bytes
 
 _ASK, _REPLY, _PICKLED = b"A", b"R", b"P"
-_HEAD = struct.Struct("<cxxxxxxxqq")  # kind of message, number of the request, rows; what follows is aligned
-_VERIFIED = struct.Struct("<4q")  # row, accepted, bonus token, remaining
+_HEAD = struct.Struct(
+    "<cxxxxxxxqqqd"
+)  # kind, number of the request, rows, an integer, a float; what follows is aligned
+_VERIFIED = struct.Struct("<5q")  # row, accepted, bonus token, remaining, tokens since
 _SPECULATION = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
 _SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
 
@@ -98,32 +112,56 @@ _SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
 def to_bytes(message: Message) -> bytes:
     """What is said in every round without pickling, which would cost as much as the pipe."""
     match message:
-        case Ask():
-            return _head(_ASK, message.number, message.verified)
-        case Reply():
-            speculations = (message.speculations[row] for row in message.verified)
-            parts = (part for speculation in speculations for part in _parts(speculation))
-            return _head(_REPLY, message.number, message.verified) + b"".join(parts)
+        case Ask(number, question, tells_build):
+            head = _HEAD.pack(_ASK, number, len(question.verified), tells_build, 0.0)
+            return head + b"".join(_verified_parts(question.verified)) + _pickled(question.policy)
+        case Reply(number, verified, speculations, draft_s):
+            parts = (part for row in verified for part in _parts(speculations[row]))
+            head = _HEAD.pack(_REPLY, number, len(verified), 0, draft_s)
+            return head + b"".join((*_verified_parts(verified), *parts))
         case _:
-            return _HEAD.pack(_PICKLED, 0, 0) + pickle.dumps(message)
+            return _HEAD.pack(_PICKLED, 0, 0, 0, 0.0) + pickle.dumps(message)
 
 
 def from_bytes(data: bytes) -> Message:
     """Inverse of `to_bytes`."""
-    kind, number, num_rows = _HEAD.unpack_from(data)
+    kind, number, num_rows, flag, seconds = _HEAD.unpack_from(data)
     if kind == _PICKLED:
         return pickle.loads(memoryview(data)[_HEAD.size :])
-    end = _HEAD.size + num_rows * _VERIFIED.size
-    rows = _VERIFIED.iter_unpack(memoryview(data)[_HEAD.size : end])
-    verified = {row: Verified(Outcome(accepted, bonus), remaining) for row, accepted, bonus, remaining in rows}
+    verified, place = _verified(data, num_rows)
     if kind == _ASK:
-        return Ask(number, verified)
-    return Reply(number, verified, dict(zip(verified, _speculations(data, end, num_rows), strict=True)))
+        return Ask(number, Question(_unpickled(data[place:]), verified), bool(flag))
+    speculations = _speculations(data, place, num_rows)
+    return Reply(number, verified, dict(zip(verified, speculations, strict=True)), seconds)
 
 
-def _head(kind: bytes, number: int, verified: Mapping[int, Verified]) -> bytes:
-    rows = ((row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining) for row, v in verified.items())
-    return _HEAD.pack(kind, number, len(verified)) + b"".join(_VERIFIED.pack(*row) for row in rows)
+@lru_cache(maxsize=64)
+def _pickled(policy: Policy) -> bytes:
+    """Most rounds run under a policy that another did."""
+    return pickle.dumps(policy)
+
+
+@lru_cache(maxsize=64)
+def _unpickled(data: bytes) -> Policy:
+    return pickle.loads(data)
+
+
+def _verified_parts(verified: Mapping[int, Verified]) -> Iterable[bytes]:
+    for row, v in verified.items():
+        yield _VERIFIED.pack(row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining, len(v.since))
+        yield np.asarray(v.since, dtype=np.int64).tobytes() if v.since else b""
+
+
+def _verified(data: bytes, num_rows: int) -> tuple[dict[int, Verified], int]:
+    """Inverse of `_verified_parts`, and where it ends."""
+    verified, place = {}, _HEAD.size
+    for _ in range(num_rows):
+        row, num_accepted, bonus_token, remaining, num_since = _VERIFIED.unpack_from(data, place)
+        place += _VERIFIED.size
+        since = np.frombuffer(data, dtype=np.int64, count=num_since, offset=place)
+        place += since.nbytes
+        verified[row] = Verified(Outcome(num_accepted, bonus_token), remaining, tuple(since.tolist()))
+    return verified, place
 
 
 def _parts(speculation: Speculation) -> Iterable[bytes]:

@@ -71,7 +71,7 @@ class Target:
     def _emit(self, speculations: Mapping[int, Speculation], logits: Sequence[Tensor]) -> dict[int, Outcome]:
         """(n+1, V) logits of each row, as the model gives them -> what it emits. The device is waited for once."""
         judged = [
-            self._judge(row, own, speculation)
+            self._judge(row, self._penalised(row, own), speculation)
             for (row, speculation), own in zip(speculations.items(), logits, strict=True)
         ]
         outcomes = {}
@@ -84,11 +84,13 @@ class Target:
             self.pending[row] = outcome.bonus_token
         return outcomes
 
+    def _penalised(self, row: int, logits: Tensor) -> Tensor:
+        return penalised(logits, self._requests[row].sampling.repetition_penalty, self.model.texts[row])
+
     def _judge(self, row: int, logits: Tensor, speculation: Speculation) -> Tensor:
-        """(n+1, V) logits of a row -> integers on the device, which `_outcome` understands: what the outcome is, then
-        which of the n+1 rows are finite."""
+        """(n+1, V) penalised logits of a row -> integers on the device, which `_outcome` understands: what the outcome
+        is, then which of the n+1 rows are finite."""
         sampling, drafted = self._requests[row].sampling, speculation.tokens
-        logits = penalised(logits, sampling.repetition_penalty, self.model.texts[row])
         if sampling.temperature == 0:
             largest, tokens = logits.max(-1)
             return torch.cat((tokens, largest.isfinite()))

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from executor.channel import queue_channels
 from executor.draft_client import DraftClient, DraftFailed
-from executor.messages import Ask, Call, Fault, Reply, Result, from_bytes, to_bytes
-from executor.sequence import Verified
+from executor.messages import Ask, Built, Call, Fault, Reply, Result, from_bytes, to_bytes
+from executor.sequence import Question, Verified
 from executor.speculation_cache import Speculation
 from sim.errors import BadInput
-from sim.policy import Proposer
+from sim.policy import Proposer, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source
 
 outcomes = st.builds(Outcome, st.integers(0, 40), st.integers(0, 2**31))
-verified = st.dictionaries(st.integers(0, 15), st.builds(Verified, outcomes, st.integers(0, 9999)), min_size=1)
+since = st.lists(st.integers(0, 2**31), max_size=3).map(tuple)
+verified = st.dictionaries(st.integers(0, 15), st.builds(Verified, outcomes, st.integers(0, 9999), since), min_size=1)
+policies = st.sampled_from([Speculative(3), SpeculativeSpeculative(2, (1, 2, 3), (0, 1, 0))])
 
 
 def speculation(source: Source, proposer: Proposer, num_tokens: int, vocab_size: int) -> Speculation:
@@ -33,13 +35,14 @@ speculations = st.builds(
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
-@given(st.integers(0, 2**40), verified, st.data())
-def test_asks_and_replies_survive_a_pipe(number: int, rows: dict, data) -> None:
-    ask = from_bytes(to_bytes(Ask(number, rows)))
-    assert ask == Ask(number, rows) and list(ask.verified) == list(rows)
-    sent = Reply(number, rows, {row: data.draw(speculations) for row in rows})
+@given(st.integers(0, 2**40), verified, policies, st.booleans(), st.data())
+def test_asks_and_replies_survive_a_pipe(number: int, rows: dict, policy, tells_build: bool, data) -> None:
+    sent_ask = Ask(number, Question(policy, rows), tells_build)
+    ask = from_bytes(to_bytes(sent_ask))
+    assert ask == sent_ask and list(ask.question.verified) == list(rows)
+    sent = Reply(number, rows, {row: data.draw(speculations) for row in rows}, draft_s=0.25)
     received = from_bytes(to_bytes(sent))
-    assert (received.number, received.verified) == (number, rows)
+    assert (received.number, received.verified, received.draft_s) == (number, rows, 0.25)
     for row, own in sent.speculations.items():
         other = received.speculations[row]
         assert (own.source, own.tokens, own.proposer) == (other.source, other.tokens, other.proposer)
@@ -48,7 +51,13 @@ def test_asks_and_replies_survive_a_pipe(number: int, rows: dict, data) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Call(3, "score", ([1],), {"num_rows": 2}), Result(3, {"pid": 1}), Fault(BadInput, ("name", "rule"))]
+    "message",
+    [
+        Call(3, "score", ([1],), {"num_rows": 2}),
+        Result(3, {"pid": 1}),
+        Built(4, 0.5),
+        Fault(BadInput, ("name", "rule")),
+    ],
 )
 def test_other_messages_survive_too(message) -> None:
     assert from_bytes(to_bytes(message)) == message
@@ -75,6 +84,7 @@ class ScriptedClient(DraftClient):
 RIGHT = Speculation(Source.HIT, (1, 2, 3))
 WRONG = Speculation(Source.HIT, (9, 9, 9))
 ROWS = {0: Verified(Outcome(2, 7), 20), 1: Verified(Outcome(0, 4), 18)}
+QUESTION = Question(Speculative(3), ROWS)
 
 
 def answers(rows: dict, own: Speculation) -> dict[int, Speculation]:
@@ -88,6 +98,7 @@ def strays() -> list:
         ROWS | {1: Verified(Outcome(0, 5), 18)},
         {0: ROWS[0]},
         ROWS | {2: Verified(Outcome(0, 4), 18)},
+        ROWS | {1: Verified(Outcome(0, 4), 18, since=(2,))},
     ]
     late = [Reply(number, ROWS, answers(ROWS, WRONG)) for number in (1, 2)]
     return [*late, *(Reply(3, rows, answers(rows, WRONG)) for rows in others), Result(2, None), Result(3, None)]
@@ -101,10 +112,10 @@ def test_a_reply_to_something_else_is_never_used(order) -> None:
     client._number = 2
     for place in order:
         client.draft.send(Reply(3, ROWS, answers(ROWS, RIGHT)) if place is None else strays()[place])
-    assert client.speculate(ROWS) == answers(ROWS, RIGHT)
+    assert client.speculate(QUESTION) == answers(ROWS, RIGHT)
     client.draft.send(Reply(3, ROWS, answers(ROWS, WRONG)))  # the same request answered twice
     client.draft.send(Reply(4, ROWS, answers(ROWS, RIGHT)))
-    assert client.speculate(ROWS) == answers(ROWS, RIGHT)
+    assert client.speculate(QUESTION) == answers(ROWS, RIGHT)
 
 
 def test_nothing_but_strays_is_no_answer() -> None:
@@ -113,7 +124,7 @@ def test_nothing_but_strays_is_no_answer() -> None:
     for stray in strays():
         client.draft.send(stray)
     with pytest.raises(DraftFailed, match=r"has not answered for 0.05 s and was given up"):
-        client.speculate(ROWS)
+        client.speculate(QUESTION)
 
 
 def test_results_come_in_the_order_of_the_calls() -> None:
@@ -134,16 +145,33 @@ def test_a_closed_end_is_noticed_again_and_again() -> None:
         client.result()
     for _ in range(2):
         with pytest.raises(DraftFailed, match="dead"):
-            client.speculate(ROWS)
+            client.speculate(QUESTION)
 
 
 def test_a_thread_sees_what_the_next_request_brings() -> None:
     here, there = queue_channels()
     assert there.peek() is None and not there.is_ready()
-    sender = threading.Thread(target=here.send, args=(Ask(1, ROWS),))
+    sender = threading.Thread(target=here.send, args=(Ask(1, QUESTION),))
     sender.start()
     sender.join()
     assert there.is_ready()
-    assert there.peek() == there.peek() == there.receive() == Ask(1, ROWS)
+    assert there.peek() == there.peek() == there.receive() == Ask(1, QUESTION)
     with pytest.raises(TimeoutError):
         there.receive(timeout_s=0.01)
+
+
+def test_the_end_of_a_build_is_noted_whenever_it_comes() -> None:
+    client = ScriptedClient()
+    client._tells_builds = True
+    question, works = Question(SpeculativeSpeculative(1, (1, 1), (1, 1)), ROWS), []
+    for number in (1, 2):
+        client.draft.send(Reply(number, ROWS, answers(ROWS, RIGHT), draft_s=0.5))
+        if number == 2:  # the first build's end comes before the second answer
+            client.draft.send(Built(2, 0.75))
+        client.speculate(question)
+        works.append(client.work)
+        client.draft.send(Built(1, 0.25)) if number == 1 else None
+    assert [work.draft_s for work in works] == [0.5, 0.5]
+    assert [work.build_s for work in works] == [0.25, None]
+    client.take_notice()
+    assert works[1].build_s == 0.75

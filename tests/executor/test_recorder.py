@@ -4,8 +4,9 @@ import itertools
 
 from executor.concurrency import SerialDraft
 from executor.execute import requests
-from executor.loops import speculative_speculative
+from executor.loops import speculative
 from executor.recorder import Recorder
+from executor.sequence import OpenBatch
 from executor.target import Target
 from sim.policy import SpeculativeSpeculative
 from sim.trace import Lane, Operation
@@ -71,9 +72,10 @@ def test_recording_waits_for_nothing_in_the_rounds_of_a_run() -> None:
     draft = SerialDraft(DeviceModel(device, 16, 0, 1, 0.7))
     draft._service._recorder = Recorder(Lane.DRAFT, device)
     target = Target(DeviceModel(device, 16, 0), Recorder(Lane.TARGET, device))
-    asked = list(requests(Workload("test", ((1, 2, 3),), 12), seed=0))
+    batch = OpenBatch(list(requests(Workload("test", ((1, 2, 3),), 12), seed=0)))
+    policy = SpeculativeSpeculative(2, (1,) * 3, (1,) * 3)
     target.recorder.begin_batch([0])
-    speculative_speculative(SpeculativeSpeculative(2, (1,) * 3, (1,) * 3), asked, target, draft)
+    speculative(lambda num_rows: policy, batch, target, draft)
     assert len(target.recorder.rounds) > 3
     assert device.num_waits <= 1  # after the prefills
     spans = target.recorder.spans + draft.spans()
