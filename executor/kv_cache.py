@@ -126,10 +126,10 @@ class _Slots:
 
     def _cut(self, slots: Tensor) -> None:
         aim = self._aim
-        rows = slots[:, : aim.num_rows] if aim.rows is None else slots
-        self._visible = rows[:, :, :, : aim.end].unbind()
+        rows = slots if aim.rows is not None else slots.narrow(1, 0, aim.num_rows)
+        self._visible = rows.narrow(3, 0, aim.end).unbind()
         if aim.slots is None:
-            self._written = rows[:, :, :, aim.start : aim.end].unbind()
+            self._written = rows.narrow(3, aim.start, aim.end - aim.start).unbind()
 
     def _grown(self, states: Tensor) -> Tensor:
         """Room for the pass, what was there kept."""
