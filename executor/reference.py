@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging
 
 from executor.concurrency import Runner
@@ -31,7 +31,8 @@ def generate(runner: Runner, workload: Workload) -> Trace:
     """Greedy texts of the target by `generate`, as a trace without rounds and times.
 
     Texts are cut behind the first token that completes a stop string in the generated text; `generate`'s own criterion
-    would find strings that begin in the prompt, too. Raises `BadInput` at temperature > 0, where only the law of the
+    would find strings that begin in the prompt, too. Ids that are not the pair's, which it could emit, are suppressed.
+    Raises `BadInput` at temperature > 0, where only the law of the
     texts is the same.
     """
     if workload.temperature > 0:
@@ -53,7 +54,7 @@ def generate(runner: Runner, workload: Workload) -> Trace:
 def _generate(runner: Runner, workload: Workload, indices: list[int]) -> list[list[int]]:
     """The tokens for prompts of one length and one repetition penalty; rows that stopped are padded."""
     return _greedy(
-        runner.target.model.model,
+        runner.target.model,
         [workload.prompts[index] for index in indices],
         workload.max_new_tokens,
         repetition_penalty=float(workload.sampling_of(indices[0]).repetition_penalty),
@@ -62,23 +63,31 @@ def _generate(runner: Runner, workload: Workload, indices: list[int]) -> list[li
 
 
 @torch.inference_mode()
-def _greedy(model: PreTrainedModel, prompts: Seq[Seq[int]], max_new_tokens: int, **settings: Any) -> list[list[int]]:
+def _greedy(model: LanguageModel, prompts: Seq[Seq[int]], max_new_tokens: int, **settings: Any) -> list[list[int]]:
     """What `generate` makes of prompts of one length. A checkpoint's own generation settings (a repetition penalty,
     say) are none of ours."""
     fed = torch.tensor([list(prompt) for prompt in prompts])
-    rules = {"attention_mask": torch.ones_like(fed), "do_sample": False, "pad_token_id": 0} | settings
+    generate: Any = model.model.generate
     with _own_settings(model, GenerationConfig()):
-        output = model.generate(fed, max_new_tokens=max_new_tokens, **rules)  # type: ignore[operator]
+        output = generate(
+            fed,
+            attention_mask=torch.ones_like(fed),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            suppress_tokens=model.head.cut_rows or None,
+            pad_token_id=0,
+            **settings,
+        )
     return output[:, fed.shape[1] :].tolist()
 
 
 @contextmanager
-def _own_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    usual, model.generation_config = model.generation_config, settings
+def _own_settings(model: LanguageModel, settings: GenerationConfig) -> Iterator[None]:
+    usual, model.model.generation_config = model.model.generation_config, settings
     try:
         yield
     finally:
-        model.generation_config = usual
+        model.model.generation_config = usual
 
 
 @contextmanager
@@ -125,12 +134,12 @@ class Transformers:
     """Transformers' own ways to decode one prompt greedily, on the models of a pair and the calling thread's core."""
 
     def __init__(self, target: LanguageModel, draft: LanguageModel) -> None:
-        self._target, self._draft = target.model, draft.model
+        self._target, self._draft = target, draft
 
     @property
     def can_assist(self) -> bool:
         """Whether the rows of both heads are the same ids, which assisted generation takes for granted."""
-        models: list[Any] = [self._target, self._draft]
+        models: list[Any] = [self._target.model, self._draft.model]
         num_rows = {len(model.get_output_embeddings().weight) for model in models}
         return len(num_rows) == 1
 
@@ -146,7 +155,7 @@ class Transformers:
             assistant_confidence_threshold=0.0,
         )
         with _own_settings(self._draft, settings), _silent():
-            return _greedy(self._target, [prompt], num_tokens, assistant_model=self._draft)[0]
+            return _greedy(self._target, [prompt], num_tokens, assistant_model=self._draft.model)[0]
 
     def prompt_lookup(self, prompt: Seq[int], num_tokens: int, speculation_length: int) -> list[int]:
         """Prompt look-up with the suffixes that ours looks for (`sim.ngram`)."""

@@ -40,6 +40,7 @@ class SpeculationCache:
 
     def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
         self._branch = {outcome: branch for branch, outcome in enumerate(outcomes)}
+        self._has_steps = bool(steps)
         # What a hit would wait for is done now, beside the verification.
         self._tokens = torch.stack([tokens for tokens, _ in steps], -1).tolist() if steps else [()] * len(outcomes)
         self._probs = [probs for _, probs in steps if probs is not None]
@@ -49,6 +50,11 @@ class SpeculationCache:
 
     def __contains__(self, outcome: Outcome) -> bool:
         return outcome in self._branch
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it holds speculations."""
+        return bool(self._branch) and self._has_steps
 
     def take(self, outcome: Outcome) -> Speculation:
         """The prepared speculation of an outcome that is in the cache; it is forgotten."""
