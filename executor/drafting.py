@@ -42,6 +42,7 @@ class Drafter:
         self.model = model
         self._recorder = recorder
         self._sampling = [request.sampling for request in requests]
+        self._are_alike = len(set(self._sampling)) == 1
         self._draws = [request.draws() for request in requests]
         self.committed = [list(request.prompt) for request in requests]
         model.begin(len(requests))
@@ -181,7 +182,6 @@ class Drafter:
         tokens = torch.tensor([own + [0] * (num_branches - len(own)) for own in bonus_tokens])
         mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
         uniforms = self._branch_uniforms(outcomes, num_branches, num_steps)
-        penalties = torch.tensor([self._sampling[row].repetition_penalty for row in rows], dtype=torch.float64)
         steps: list[tuple[Tensor, Laws]] = []
         while len(steps) < num_steps and go_on():
             step = len(steps)
@@ -190,7 +190,8 @@ class Drafter:
                 visible = mask[..., : num_slots + (step + 1) * num_branches]
                 logits = self.model.append_branches(rows, tokens, positions + step, visible)
                 if seen is not None:
-                    logits = penalise(logits, penalties[:, None, None], seen)
+                    penalties = [self._sampling[row].repetition_penalty for row in rows]
+                    logits = penalise(logits, torch.tensor(penalties, dtype=torch.float64)[:, None, None], seen)
                 steps.append(self._sample(rows, logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
                 if seen is not None:
@@ -218,12 +219,12 @@ class Drafter:
         The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says. Rows of the same
         settings are processed together.
         """
+        if self._are_alike:
+            tokens, probs = _sample_alike(logits, uniforms, self._sampling[0], drafting, draft_index)
+            return tokens, [None] * len(rows) if probs is None else list(probs.unbind())
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(self._sampling[row], []).append(place)
-        if len(alike) == 1:
-            tokens, probs = _sample_alike(logits, uniforms, self._sampling[rows[0]], drafting, draft_index)
-            return tokens, [None] * len(rows) if probs is None else list(probs)
         tokens = torch.zeros(logits.shape[:-1], dtype=torch.long)
         laws: Laws = [None] * len(rows)
         for sampling, places in alike.items():
