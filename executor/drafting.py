@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ class Drafter:
     """The draft model on the rows of a batch. Of a row's committed tokens the last is pending, not yet in the KV cache.
 
     Invariant after `commit`: the KV cache holds a prefix of the committed tokens, the pending one left out. What is
-    missing (after full acceptance also the last draft token) is fed by the next pass.
+    missing (after full acceptance also the last draft token) is fed by the next pass. Where a text outgrows the draft
+    model's positions nothing more is fed: the row then has no room for draft tokens.
     """
 
     def __init__(self, model: LanguageModel, recorder: Recorder, requests: Sequence[Request]) -> None:
@@ -44,11 +46,14 @@ class Drafter:
         self._sampling = [request.sampling for request in requests]
         self._are_alike = len(set(self._sampling)) == 1
         self._draws = [request.draws() for request in requests]
+        self._is_audited = requests[0].audit
         self.committed = [list(request.prompt) for request in requests]
         model.begin(len(requests))
-        rows = range(len(requests))
-        with recorder.span(Operation.PREFILL, sum(map(len, self.committed)), contexts=[0] * len(requests)):
-            model.feed(rows, self.committed, num_logits=[1] * len(requests))
+        rows = [row for row, prompt in enumerate(self.committed) if len(prompt) < model.max_positions]
+        if rows:
+            prompts = [self.committed[row] for row in rows]
+            with recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(rows)):
+                model.feed(rows, prompts, num_logits=[1] * len(rows))
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows have ended."""
@@ -59,14 +64,27 @@ class Drafter:
         """KV entries of each row."""
         return [self.model.length_of(row) for row in rows]
 
+    def room(self, row: int) -> int:
+        """How many tokens can be drafted one after another: all but the last of them are fed."""
+        return max(0, self.model.max_positions - len(self.committed[row]) + 1)
+
+    def has_room_to_build(self, row: int, num_drafted: int) -> bool:
+        """Whether every branch beside a verification of `num_drafted` tokens has room for at least one token."""
+        return len(self.committed[row]) + num_drafted < self.model.max_positions
+
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """Append committed tokens; forget the keys and values of everything that was not committed."""
+        """Append committed tokens; forget the keys and values of everything that was not committed.
+
+        Raises `KvCacheCorrupt` if the batch is audited and something else remains.
+        """
         committed, fed = self.committed[row], self.model.texts[row]
         num_kept = min(len(committed), len(fed))
         committed += tokens
         while num_kept < min(len(fed), len(committed) - 1) and fed[num_kept] == committed[num_kept]:
             num_kept += 1
         self.model.roll_back(num_kept, row)
+        if self._is_audited:
+            self.model.audit(row, committed[:num_kept])
 
     def draft(self, num_tokens: Mapping[int, int], drafting: Drafting) -> dict[int, Speculation]:
         """For each row so many draft tokens one after another. A DRAFT_STEP takes all rows that want one more."""
@@ -109,7 +127,7 @@ class Drafter:
         `fan_out[row][k]` bonus tokens for accept count k = 0 .. len(drafted[row]). One GLUE pass, then a TREE_STEP over
         all branches of all rows for each token of a speculation; afterwards the KV cache holds the committed tokens and
         `drafted`. `is_needed` is asked before each TREE_STEP, told of the outcomes; where it says no the rest is
-        dropped.
+        dropped. Near the end of the model's positions there are as many steps as every branch has room for.
         """
         outcomes = self._glue(drafted, fan_out)
         building = [row for row, likely in outcomes.items() if likely]
@@ -117,6 +135,8 @@ class Drafter:
         if not building:
             return without_steps
         lengths = self.contexts(building)
+        room = min(self.room(row) - 1 - len(drafted[row]) for row in building)
+        prepared = replace(prepared, num_drafted=min(prepared.num_drafted, room))
         branches = {row: outcomes[row] for row in building}
         seen = self._seen_by_branches(branches, drafted)
         steps = self._tree_steps(branches, seen, prepared, lambda: is_needed is None or is_needed(without_steps))

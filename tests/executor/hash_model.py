@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from executor.concurrency import Runner, SerialDraft
+from executor.kv_cache import KvCacheCorrupt
 from executor.recorder import Recorder
 from executor.target import Target
 from sim.trace import Lane
@@ -26,9 +27,11 @@ class HashModel:
     dtype = torch.float64
     attention = "fake"
 
-    def __init__(self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0, max_positions: int = 4096
+    ) -> None:
         self.vocab_size = vocab_size
-        self.max_positions = 4096
+        self.max_positions = max_positions
         self.num_forwards = 0
         self._law = (seed, own_seed, agreement)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -71,6 +74,7 @@ class HashModel:
     def _fed(self, row: int, tokens) -> torch.Tensor:
         logits = []
         for token in tokens:
+            assert self.length_of(row) < self.max_positions
             self.positions[row].append(self.length_of(row))
             self.texts[row].append(token)
             logits.append(self._logits(row, list(range(self.length_of(row)))))
@@ -86,7 +90,7 @@ class HashModel:
 
     def append_branches(self, rows, tokens, positions, mask) -> torch.Tensor:
         self.num_forwards += 1
-        assert set(rows) <= set(self.kept)
+        assert set(rows) <= set(self.kept) and int(positions.max()) < self.max_positions
         logits = []
         for place, row in enumerate(rows):
             self.texts[row] += tokens[place].tolist()
@@ -95,6 +99,10 @@ class HashModel:
             visible = [torch.nonzero(own == 0).flatten().tolist() for own in mask[place, 0]]
             logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
         return torch.stack(logits)
+
+    def audit(self, row: int, text) -> None:
+        if self.texts[row] != list(text) or self.positions[row] != list(range(len(text))):
+            raise KvCacheCorrupt(f"row {row} holds {self.texts[row]} instead of {list(text)}")
 
     def roll_back(self, length: int, row: int = 0) -> None:
         if not 0 <= length <= self.length_of(row):
@@ -152,5 +160,5 @@ class FakePair:
 
 def serial_runner(target: HashModel, draft: HashModel) -> Runner:
     """Two fakes behind the serial runner's own code."""
-    pair = FakePair(vocab_size=target.vocab_size)
+    pair = FakePair(vocab_size=target.vocab_size, max_positions=min(target.max_positions, draft.max_positions))
     return Runner(pair, "serial", Target(target, Recorder(Lane.TARGET)), SerialDraft(draft), {})
