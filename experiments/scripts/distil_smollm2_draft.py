@@ -258,50 +258,74 @@ def evaluation_batch(tokenizer: Tokenizer, number: int) -> list[tuple[Prompt, li
 # ----------------------------------------------------------------------------------------------------------- training
 
 LAYERS = (0, 1, 28, 29)
-"""The target's layers the draft starts from."""
+"""The target's layers that the draft starts from."""
 NUM_HEAD_TOKENS = 8192
-SYSTEM_TOKENS = 22
-"""Of a chat prompt, what is always the same: nothing is learned from it."""
+NUM_SYSTEM_TOKENS = 22
+"""Of a chat prompt, what is always the same: nothing is to be learned there."""
 
 
-def texts(folder: Path) -> list[Text]:
-    batches = (torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt")))
-    return [Text(**text) for batch in batches for text in batch]
+@dataclass(frozen=True)
+class Recipe:
+    """`num_steps` of cross-entropy to the target at a constant rate, then `num_last_steps` of total variation, which is
+    what acceptance loses, at a rate that falls to 0. A step is `batch_size` texts."""
 
+    num_steps: int
+    num_last_steps: int
+    batch_size: int = 16
+    peak_lr: float = 2e-3
+    last_lr: float = 1e-3
+    num_warmup_steps: int = 20
+    seed: int = 1
 
-def frequent_tokens(texts: Sequence[Text], num: int) -> Tensor:
-    """Ids of the `num` most frequent tokens, rising; of equally frequent ones the lower ids."""
-    counts = Counter(token for text in texts for token in text.tokens.tolist())
-    ranked = sorted(range(49152), key=lambda token: (-counts[token], token))
-    return torch.tensor(sorted(ranked[:num]))
+    def lr(self, step: int) -> float:
+        if step < self.num_steps:
+            return self.peak_lr * min(1.0, (step + 1) / self.num_warmup_steps)
+        return self.last_lr * (1 - (step - self.num_steps) / self.num_last_steps)
 
 
 class Draft(torch.nn.Module):
     """A few of the target's layers and its final norm; embedding and head rows are the target's own and stay so."""
 
-    def __init__(self, folder: Path, token_ids: Tensor, layers: Sequence[int]) -> None:
+    def __init__(self, folder: Path, token_ids: Tensor, layers: Sequence[int] = LAYERS) -> None:
         super().__init__()
         weights = load_file(folder / "model.safetensors")
-        config = LlamaConfig(**json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": len(layers)})
-        self.model = LlamaModel(config)
-        kept = {
-            name.removeprefix("model."): weights[name]
-            for name in ("model.embed_tokens.weight", "model.norm.weight")
-        }
+        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": len(layers)}
+        self.model = LlamaModel(LlamaConfig(**config))
+        kept = {f"{name}.weight": weights[f"model.{name}.weight"] for name in ("embed_tokens", "norm")}
         for index, layer in enumerate(layers):
             prefix = f"model.layers.{layer}."
             kept |= {f"layers.{index}.{n.removeprefix(prefix)}": w for n, w in weights.items() if n.startswith(prefix)}
         self.model.load_state_dict(kept)
         self.model.embed_tokens.requires_grad_(False)
         self.token_ids = token_ids
-        self.head = weights["model.embed_tokens.weight"][token_ids].clone()
+        self.embedding = self.model.embed_tokens.weight
+        self.head = self.embedding[token_ids].clone()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(rows, n) tokens -> (rows, n, d) states before the head."""
         return self.model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def trained(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Layers and final norm, under the names of a LlamaForCausalLM."""
+        return {f"model.{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_trained(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.trained().items():
+                parameter.copy_(weights[name])
+
+
+@torch.inference_mode()
+def likely_tokens(texts: Sequence[Text], num: int, embedding: Tensor, one_in: int = 4) -> Tensor:
+    """Ids of the `num` tokens that the target is expected to emit most often on `one_in` of its positions, rising.
+
+    Counting what it did emit misses more of the rare ones, of which the law at temperature 1 has many.
+    """
+    states = torch.cat([text.hidden[NUM_SYSTEM_TOKENS:] for text in texts])[::one_in]
+    expected = torch.zeros(len(embedding))
+    for part in states.split(256):
+        expected += F.linear(part.float(), embedding).softmax(-1).sum(0)
+    return expected.topk(num).indices.sort().values
 
 
 def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
@@ -309,29 +333,122 @@ def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]
     rng = random.Random(seed)
     while True:
         ordered = sorted(texts, key=lambda text: (len(text.tokens), rng.random()))
-        offset = rng.randrange(size)
-        bounds = [0, *range(offset, len(ordered), size), len(ordered)]
-        chunks = [ordered[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+        bounds = [0, *range(rng.randrange(1, size + 1), len(ordered), size), len(ordered)]
+        chunks = [ordered[start:end] for start, end in itertools.pairwise(bounds)]
         rng.shuffle(chunks)
         yield from chunks
 
 
 def losses(draft: Draft, batch: Sequence[Text]) -> tuple[Tensor, Tensor]:
-    """Sums over the positions of a batch: cross-entropy to the target on the head's tokens, in nats, and 1 - sum min(p, q).
-
-    Also the number of positions."""
+    """Means over a batch's positions, on the head's tokens: cross-entropy to the target in nats, total variation."""
     longest = max(len(text.hidden) for text in batch)
     tokens = torch.stack([F.pad(t.tokens[: len(t.hidden)].long(), (0, longest - len(t.hidden))) for t in batch])
-    states = draft(tokens)
-    firsts = [SYSTEM_TOKENS if text.kind != "text" else 0 for text in batch]
-    mine = torch.cat([row[f : len(t.hidden)] for row, f, t in zip(states, firsts, batch, strict=True)])
-    theirs = torch.cat([t.hidden[f:].float() for f, t in zip(firsts, batch, strict=True)])
-    with torch.no_grad():
-        target_probs = F.linear(theirs, draft.head).softmax(-1)
+    firsts = [0 if text.kind == "text" else NUM_SYSTEM_TOKENS for text in batch]
+    states = draft(tokens)  # padding is on the right, where no token sees it
+    mine = torch.cat([row[first : len(t.hidden)] for row, first, t in zip(states, firsts, batch, strict=True)])
+    theirs = torch.cat([t.hidden[first:].float() for first, t in zip(firsts, batch, strict=True)])
+    target_probs = F.linear(theirs, draft.head).softmax(-1)
     log_probs = F.linear(mine, draft.head).log_softmax(-1)
-    cross_entropy = -(target_probs * log_probs).sum()
-    distance = 0.5 * (target_probs - log_probs.exp()).abs().sum()
-    return cross_entropy / len(mine), distance / len(mine)
+    cross_entropy = -(target_probs * log_probs).sum(-1).mean()
+    return cross_entropy, 0.5 * (target_probs - log_probs.exp()).abs().sum(-1).mean()
+
+
+def optimizers(draft: Draft) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in draft.trained().values() if p.ndim == 2]
+    vectors = [p for p in draft.trained().values() if p.ndim == 1]
+    return [
+        torch.optim.Muon(matrices, lr=1.0, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train(work: Path, target: Path, recipe: Recipe, checkpoint_s: float = 120.0) -> None:
+    """Train from the last checkpoint on; `draft.pt` is written every `checkpoint_s` and at the end, as `training.jsonl`
+    gets a line."""
+    torch.set_num_threads(1)
+    texts, held_out = load_texts(work / "training"), load_texts(work / "evaluation")
+    path, start, seconds = work / "draft.pt", 0, 0.0
+    state = torch.load(path, weights_only=True) if path.exists() else None
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    token_ids = state["weights"]["token_ids"] if state else likely_tokens(texts, NUM_HEAD_TOKENS, embedding)
+    draft = Draft(target, token_ids)
+    opts = optimizers(draft)
+    if state:
+        draft.load_trained(state["weights"])
+        for opt, saved in zip(opts, state["optimizers"], strict=True):
+            opt.load_state_dict(saved)
+        start, seconds = state["step"], state["seconds"]
+    source = itertools.islice(batches(texts, recipe.batch_size, recipe.seed), start, None)
+    sums, num_since, began = torch.zeros(2), 0, time.perf_counter()
+    for step in range(start, recipe.num_steps + recipe.num_last_steps):
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = recipe.lr(step)
+            opt.zero_grad(set_to_none=True)
+        cross_entropy, distance = losses(draft, next(source))
+        loss = cross_entropy if step < recipe.num_steps else distance
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.trained().values(), 1.0)
+        for opt in opts:
+            opt.step()
+        sums, num_since = sums + torch.stack([cross_entropy, distance]).detach(), num_since + 1
+        is_last = step + 1 == recipe.num_steps + recipe.num_last_steps
+        if is_last or time.perf_counter() - began > checkpoint_s:
+            seconds += time.perf_counter() - began
+            mean = (sums / num_since).tolist()
+            figures = acceptance(draft, [text for text in held_out if text.temperature == 1][::2])
+            line = {
+                "step": step + 1,
+                "seconds": round(seconds),
+                "cross_entropy": mean[0],
+                "acceptance": 1 - mean[1],
+                "held_out_acceptance": figures,
+            }
+            with (work / "training.jsonl").open("a") as log:
+                log.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+            saved = [opt.state_dict() for opt in opts]
+            weights = draft.trained() | {"token_ids": token_ids}
+            save({"weights": weights, "optimizers": saved, "step": step + 1, "seconds": seconds}, path)
+            sums, num_since, began = torch.zeros(2), 0, time.perf_counter()
+
+
+def save(state: Any, path: Path) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def load_texts(folder: Path) -> list[Text]:
+    batches = (torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt")))
+    return [Text(**text) for batch in batches for text in batch]
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+TOP = (4, 8, 16)
+
+
+@torch.inference_mode()
+def scores(draft: Draft, text: Text) -> dict[str, Tensor]:
+    """By generated position of a text of the target: sum min(p, q) at T=1, and whether the token is the draft's most
+    likely one, or among its F most likely ones."""
+    first, end = text.num_prompt_tokens - 1, len(text.hidden)
+    states = draft(text.tokens[:end].long()[None])[0, first:]
+    draft_probs = F.linear(states, draft.head).softmax(-1)
+    target_probs = F.linear(text.hidden[first:].float(), draft.embedding).softmax(-1)[:, draft.token_ids]
+    likely = draft.token_ids[draft_probs.topk(max(TOP), -1).indices]
+    is_token = likely == text.tokens[first + 1 : end + 1, None]
+    return {
+        "acceptance": torch.minimum(target_probs, draft_probs).sum(-1),
+        "agreement": is_token[:, 0].float(),
+        **{f"top_{size}": is_token[:, :size].any(-1).float() for size in TOP},
+    }
+
+
+@torch.inference_mode()
+def acceptance(draft: Draft, texts: Sequence[Text]) -> float:
+    """Mean of sum min(p, q) over the generated positions."""
+    return torch.cat([scores(draft, text)["acceptance"] for text in texts]).mean().item()
 
 
 def main() -> None:
@@ -343,7 +460,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=112)
     parser.add_argument("--generation-minutes", type=float, default=10)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--last-steps", type=int, default=100)
+    parser.add_argument("stage", choices=["generate", "train", "package"])
     args = parser.parse_args()
+    if args.stage == "train":
+        train(args.work, args.target, Recipe(args.steps, args.last_steps))
+        return
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[args.worker]})
     for split in ("evaluation", "training"):
         generate_split(args, split, args.worker)
