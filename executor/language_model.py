@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from executor.forward_pass import forward_pass
-from executor.kv_cache import SlotCache, causal_mask, ragged_mask
+from executor.head import Head
+from executor.kv_cache import SlotCache, branch_mask, causal_mask, ragged_mask
 from sim.errors import BadInput
 
 
@@ -17,33 +20,55 @@ class LanguageModel:
     """A transformers causal LM with its KV cache: `num_rows` sequences, numbered from 0, each of its own length.
 
     `texts[row]` are the ids whose keys and values the cache holds; `tokens` and `length` are those of row 0.
-    Raises `BadInput` if the model's attention is not plain causal attention over everything before a token.
+
+    Every logit that leaves belongs to one of the `vocab_size` ids 0, 1, 2 ... (those of the model's configuration if
+    nothing is said), whatever the width of the model's head: see `Head` for `token_ids`, the id that each of its rows
+    stands for, and `unused_ids`. Any of the ids may be fed.
+
+    Raises `BadInput` if the model's attention is not plain causal attention over everything before a token, or if it
+    cannot embed some of the ids.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str = "model", num_rows: int = 1) -> None:
-        config = model.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
-            raise BadInput(name, "every layer must attend to all earlier tokens, not to a window", sorted(kinds))
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str = "model",
+        num_rows: int = 1,
+        *,
+        vocab_size: int | None = None,
+        token_ids: Sequence[int] | Tensor | None = None,
+        unused_ids: Collection[int] = (),
+    ) -> None:
+        config = model.config.get_text_config()
+        self.name = name
+        self.max_positions = _max_positions(name, config)
+        _require_plain_attention(name, config, self.max_positions)
         self.model = model.eval().requires_grad_(False)
         self._pass = forward_pass(self.model)
-        self.name = name
-        self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.vocab_size: int = vocab_size or config.vocab_size
+        embedding: Any = model.get_input_embeddings()
+        output: Any = model.get_output_embeddings()
+        if len(embedding.weight) < self.vocab_size:
+            raise BadInput(name, f"must embed all {self.vocab_size} ids, which may be committed", len(embedding.weight))
+        self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids)
         self.dtype = model.dtype
         self.attention: str = config._attn_implementation
-        self._positions = torch.arange(self.max_positions).expand(num_rows, -1)
-        self._cache = SlotCache(config.num_hidden_layers, self.max_positions, num_rows)
+        self._positions = torch.arange(self.max_positions)[None]
+        self._num_layers: int = config.num_hidden_layers
+        self._cache = self._new_cache(num_rows)
         self.begin(num_rows)
 
     def begin(self, num_rows: int) -> None:
         """Forget everything; rows 0 .. `num_rows` - 1 start anew."""
         if num_rows != len(self._cache.lengths):
-            self._cache = SlotCache(self.model.config.num_hidden_layers, self.max_positions, num_rows)
+            self._cache = self._new_cache(num_rows)
         self._cache.lengths = [0] * num_rows
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self._row_at = list(range(num_rows))  # by place in the cache
         self._place = list(range(num_rows))  # by row
+
+    def _new_cache(self, num_rows: int) -> SlotCache:
+        return SlotCache(self._num_layers, self.max_positions, num_rows)
 
     @property
     def tokens(self) -> list[int]:
@@ -59,7 +84,10 @@ class LanguageModel:
 
     def with_rows(self, num_rows: int) -> LanguageModel:
         """The same weights with an empty cache for `num_rows` sequences."""
-        return LanguageModel(self.model, self.name, num_rows)
+        other = copy.copy(self)
+        other._cache = self._new_cache(num_rows)
+        other.begin(num_rows)
+        return other
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all other rows. Those that stay move together, so that a pass over all of them reads no copies."""
@@ -149,7 +177,7 @@ class LanguageModel:
         num_rows, num_tokens = tokens.shape
         length = self._cache.lengths[0]
         self._require_positions(length + num_tokens)
-        positions = self._positions[:, length : length + num_tokens]
+        positions = self._positions[:, length : length + num_tokens].expand(num_rows, -1)
         mask = causal_mask(num_tokens, length, self.dtype)
         logits = self._forward(range(num_rows), tokens, positions, mask, num_logits)
         for row in range(num_rows):
@@ -165,22 +193,83 @@ class LanguageModel:
         self, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor, wanted: int | Tensor | None
     ) -> Tensor:
         self._cache.aim(places, tokens.shape[1])
-        return self._pass(tokens, positions, mask, self._cache, wanted)
+        return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
 
     def check(self) -> None:
-        """Self-test at load: cached logits equal an uncached pass, and rolling back leaves no trace."""
-        tokens = [1 % self.vocab_size, 2 % self.vocab_size, 3 % self.vocab_size, 5 % self.vocab_size]
-        with torch.inference_mode():
-            plain = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        """Self-test at load, on two rows of different lengths: every kind of pass gives the logits of plain passes
+        without a cache, also after a roll-back. The cache is empty afterwards.
+
+        Raises `BadInput` where it does not: a state that cannot be rolled back, a mask or positions that are ignored.
+        """
+        text = [(7 * i + 1) % self.vocab_size for i in range(6)]
+        other = [*text[:3], text[0]]
         try:
-            first = self.append(tokens)
-            self.roll_back(1)
-            again = self.append(tokens[1:])
+            plain, plain_other = self._plain(text), self._plain(other)
+            compared = [*self._checked_alone(text, plain), *self._checked_rows(text, plain, plain_other)]
         except Exception as error:
             raise BadInput(self.name, f"must be a causal LM whose cache can be replaced ({error!r})") from error
-        scale = 1e-4 * max(1.0, plain.abs().max().item())
-        for logits, expected in ((first, plain), (again, plain[1:])):
-            difference = (logits - expected).abs().max().item()
+        tolerance = max(1e-4, 16 * torch.finfo(self.dtype).eps)
+        scale = tolerance * max(1.0, plain[plain.isfinite()].abs().max().item())
+        for logits, expected in compared:
+            difference = torch.where(logits == expected, 0.0, logits - expected).abs().max().item()
             if not difference <= scale:
                 raise BadInput(self.name, "must give the same logits with a rolled-back KV cache", difference)
-        self.roll_back(0)
+        self.begin(len(self.texts))
+
+    @torch.inference_mode()
+    def _plain(self, text: list[int]) -> Tensor:
+        """(n, V) logits of one pass of the model without a cache."""
+        return self.head.logits(self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0])
+
+    def _checked_alone(self, text: list[int], plain: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of logits to be equal: one row, appended, rolled back, appended again."""
+        alone = self.with_rows(1)
+        yield alone.append(text[:4]), plain[:4]
+        alone.roll_back(1)
+        yield alone.append(text[1:]), plain[1:]
+
+    def _checked_rows(self, text: list[int], plain: Tensor, plain_other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of logits to be equal: two rows padded on the right, then two branches of each."""
+        both = self.with_rows(2)
+        rows = both.feed([0, 1], [text[:5], text[:2]], [5, 2])
+        both.roll_back(2, row=0)
+        again = both.feed([0, 1], [text[2:3], text[2:5]], [1, 3])
+        num_slots = both.level([0, 1])
+        starts = torch.tensor([[3, 3], [5, 3]])  # the prefix that a branch sees
+        tokens = torch.tensor([[text[3], text[0]], [text[5], text[0]]])
+        mask = branch_mask(starts, num_slots, 1, self.dtype)
+        branches = both.append_branches([0, 1], tokens, starts, mask)
+        yield from zip((*rows, *again), (plain[:5], plain[:2], plain[2:3], plain[2:5]), strict=True)
+        yield branches[0], torch.stack([plain[3], plain_other[3]])
+        yield branches[1], torch.stack([plain[5], plain_other[3]])
+
+
+def _max_positions(name: str, config: PreTrainedConfig) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise BadInput(name, "must state max_position_embeddings: a model of attention over positions", limit)
+    return limit
+
+
+def _require_plain_attention(name: str, config: PreTrainedConfig, max_positions: int) -> None:
+    """Raises `BadInput` unless every token attends to all earlier ones, in a way that their number does not change.
+
+    The self-test's texts are too short to tell a window, or rotary frequencies of long texts, from the usual. A window
+    that no text outgrows is none.
+    """
+    if config.is_encoder_decoder:
+        raise BadInput(name, "must be a decoder alone, not an encoder and a decoder")
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    strange = sorted(kinds - {"full_attention", "sliding_attention"})
+    if strange:
+        raise BadInput(name, "every layer must be attention, without a state that cannot be rolled back", strange)
+    windows = [getattr(config, "sliding_window", None)] if "sliding_attention" in kinds else []
+    for window in [*windows, getattr(config, "window_size", None)]:
+        if window is not None and window < max_positions:
+            raise BadInput(
+                name, f"every layer must attend to all of {max_positions} positions, not to a window", window
+            )
+    rotary = getattr(config, "rope_parameters", None) or {}
+    rope_types = {part.get("rope_type") for part in (rotary, *rotary.values()) if isinstance(part, dict)}
+    if "longrope" in rope_types:
+        raise BadInput(name, "rotary frequencies must not depend on the length of the text", "longrope")

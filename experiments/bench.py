@@ -39,7 +39,7 @@ class Bench:
         """The first prompts of a split (`calibration` or `test`) under the experiment's rules."""
         rules, pair = self.config.workload, self.runner.pair
         return Workload(
-            dataset=f"{pair.name}/prompts.jsonl",
+            dataset=pair.dataset,
             prompts=pair.prompts(split, num_prompts, rules.prompt_tokens),
             max_new_tokens=rules.max_new_tokens,
             temperature=rules.temperature,

@@ -4,28 +4,41 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
+from executor.concurrency import Runner, SerialDraft
+from executor.execute import execute
 from executor.forward_pass import GeneralPass, LlamaPass, forward_pass
 from executor.kv_cache import SlotCache, branch_mask, causal_mask
 from executor.language_model import LanguageModel
+from executor.recorder import Recorder
+from executor.reference import generate
+from executor.target import Target
 from sim.errors import BadInput
-from tests.executor.tiny_models import MAX_POSITIONS, gpt2, llama
+from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
+from sim.trace import Lane
+from sim.workload import Workload
+from tests.executor.hash_model import FakePair
+from tests.executor.tiny_models import FAMILIES, MAX_POSITIONS, gpt2, llama, mistral, qwen2, tiny
 
-FAMILIES = {"llama": llama, "gpt2": gpt2}
 TEXT = [7, 3, 99, 12, 64, 5, 5, 80, 31, 2, 17, 120]
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 EXACT = {"rtol": 0.0, "atol": 1e-9}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=["llama", "gpt2"])
 def model(request) -> LanguageModel:
     return LanguageModel(FAMILIES[request.param](2, seed=3))
 
@@ -202,15 +215,94 @@ def test_llama_layer_by_layer_equals_its_forward_method() -> None:
 
 
 def test_only_a_plain_llama_goes_layer_by_layer() -> None:
-    scaled = LlamaConfig(
-        vocab_size=128, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, **SHAPE
-    )
+    scaled = llama(1, seed=0, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert isinstance(forward_pass(llama(1, seed=0)), LlamaPass)
-    assert isinstance(forward_pass(LlamaForCausalLM(scaled)), GeneralPass)
+    assert isinstance(forward_pass(scaled), GeneralPass)
     assert isinstance(forward_pass(gpt2(1, seed=0)), GeneralPass)
 
 
-def test_attention_over_a_window_is_refused() -> None:
-    config = MistralConfig(vocab_size=128, sliding_window=16, **SHAPE)
-    with pytest.raises(BadInput, match="window"):
-        LanguageModel(MistralForCausalLM(config))
+# ------------------------------------------------------------------------------------------------------------ families
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_text_that_transformers_generates(family: str) -> None:
+    """A ragged batch of prompts, decoded by AR, SD and SSD; the draft is the first layer of the target."""
+    target, draft = FAMILIES[family](2, seed=0), FAMILIES[family](1, seed=1)
+    draft.load_state_dict({name: target.state_dict()[name] for name in draft.state_dict()})
+    models = [LanguageModel(model) for model in (target, draft)]
+    for model in models:
+        model.check()
+    roles = Target(models[0], Recorder(Lane.TARGET)), SerialDraft(models[1])
+    runner = Runner(FakePair(vocab_size=128, max_positions=MAX_POSITIONS), "serial", *roles, {})
+    rules = Workload("test", tuple(tuple(TEXT[:length]) for length in (3, 7, 12)), 20, batch_size=3)
+    expected = [sequence.tokens for sequence in generate(runner, rules).sequences]
+    assert len({token for text in expected for token in text}) > 8  # the texts have not collapsed
+    for policy in (Autoregressive(), Speculative(3), SpeculativeSpeculative(3, (2,) * 4, (2,) * 4)):
+        trace = execute(policy, rules, runner)
+        assert [sequence.tokens for sequence in trace.sequences] == expected, policy.name
+        accepted = sum(r.num_accepted for r in trace.rounds)
+        assert accepted > 0 or isinstance(policy, Autoregressive)
+
+
+def test_a_window_that_no_text_outgrows_is_none() -> None:
+    LanguageModel(mistral(1, seed=0, sliding_window=MAX_POSITIONS))
+    LanguageModel(qwen2(1, seed=0, sliding_window=16))  # not used unless the configuration says so
+    LanguageModel(tiny(Gemma2ForCausalLM, Gemma2Config, 2, seed=0, head_dim=8, sliding_window=MAX_POSITIONS)).check()
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+GPT_NEO = {"attention_types": [[["global", "local"], 1]], "window_size": 16}
+BART = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+REFUSED = {
+    "mistral with a window": (lambda: mistral(1, seed=0, sliding_window=255), "256 positions, .* window, got 255"),
+    "gemma2 with windows": (
+        lambda: tiny(Gemma2ForCausalLM, Gemma2Config, 2, seed=0, head_dim=8, sliding_window=16),
+        "window, got 16",
+    ),
+    "gpt-neo with windows": (lambda: tiny(GPTNeoForCausalLM, GPTNeoConfig, 2, seed=0, **GPT_NEO), "window, got 16"),
+    "recurrent": (lambda: tiny(MambaForCausalLM, MambaConfig, 1, seed=0), "max_position_embeddings|rolled back"),
+    "recurrent, unnamed": (
+        lambda: tiny(RwkvForCausalLM, RwkvConfig, 2, seed=0, attention_hidden_size=32),
+        "max_position_embeddings|rolled-back",
+    ),
+    "hybrid": (lambda: llama(2, seed=0, layer_types=["full_attention", "linear_attention"]), "got .'linear_attention'"),
+    "half of an encoder-decoder": (lambda: tiny(BartForCausalLM, BartConfig, 1, seed=0, **BART), "rolled-back|decoder"),
+    "frequencies that depend on the text": (
+        lambda: tiny(Phi3ForCausalLM, Phi3Config, 1, seed=0, pad_token_id=0, rope_parameters=LONG_ROPE),
+        "rotary frequencies .* got 'longrope'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_rolled_back_is_refused_at_load(kind: str) -> None:
+    make, complaint = REFUSED[kind]
+    with pytest.raises(BadInput, match=complaint):
+        LanguageModel(make(), name=kind).check()
+
+
+@pytest.mark.parametrize("fault", ["mask", "positions", "padding"])
+def test_the_self_test_finds_a_pass_that_ignores_what_it_is_told(fault: str, monkeypatch) -> None:
+    """Controls: a causal mask over the slots instead of the branches', positions by slot, padding that is seen."""
+    model = LanguageModel(llama(2, seed=0), name="faulty")
+    honest = model._pass
+
+    def faulty(tokens, positions, mask, cache, wanted):
+        num_slots, num_tokens = mask.shape[-1], tokens.shape[1]
+        if fault == "mask" and len(mask) == 2 and wanted is None:
+            mask = causal_mask(num_tokens, num_slots - num_tokens, mask.dtype)
+        if fault == "positions":
+            positions = torch.arange(num_slots - num_tokens, num_slots).expand_as(positions)
+        if fault == "padding" and len(mask) == 2:
+            mask = torch.zeros_like(mask)
+        return honest(tokens, positions, mask, cache, wanted)
+
+    monkeypatch.setattr(model, "_pass", faulty)
+    with pytest.raises(BadInput, match="rolled-back"):
+        model.check()

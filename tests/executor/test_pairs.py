@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from executor.pairs import load_pair
 from sim.errors import BadInput
@@ -98,16 +99,55 @@ def test_a_tokenizer_with_two_ids_swapped_is_refused(folder: Path) -> None:
         load_pair(folder)
 
 
-def test_a_tokenizer_with_more_ids_than_the_models_is_refused(folder: Path) -> None:
-    save_tokenizer(folder / "tokenizer.json", token_names(VOCAB_SIZE + 1))
-    with pytest.raises(BadInput, match=f"below the models' vocab_size {VOCAB_SIZE}, got {VOCAB_SIZE}"):
-        load_pair(folder)
+def test_another_tokenizer_is_taken_with_a_warning_if_asked_for(folder: Path) -> None:
+    swapped = token_names()
+    swapped[40], swapped[90] = swapped[90], swapped[40]
+    give_each_role_a_tokenizer(folder, swapped)
+    with pytest.warns(UserWarning, match=r"ANOTHER TOKENIZER: .*id 40 is 't40' there and 't90' here, as are 2 ids"):
+        pair = load_pair(folder, allow_other_tokenizer=True)
+    assert pair.vocab_size == VOCAB_SIZE
 
 
-def test_different_vocabulary_sizes_are_refused(tmp_path: Path) -> None:
-    folder = save_pair(tmp_path / "pair", llama(1, seed=0), llama(1, seed=0, vocab_size=136))
-    with pytest.raises(BadInput, match="vocab_size must equal the target's 128, got 136"):
-        load_pair(folder)
+def test_an_id_that_one_tokenizer_lacks_is_no_difference(folder: Path) -> None:
+    give_each_role_a_tokenizer(folder, token_names(VOCAB_SIZE - 2))
+    pair = load_pair(folder)
+    assert pair.vocab_size == VOCAB_SIZE
+    assert pair.unused_ids("target") == set()
+    assert pair.unused_ids("draft") == {VOCAB_SIZE - 2, VOCAB_SIZE - 1}
+    (folder / "target" / "tokenizer.json").write_bytes((folder / "draft" / "tokenizer.json").read_bytes())
+    assert load_pair(folder).vocab_size == VOCAB_SIZE - 2
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_lacks_an_id_of_the_tokenizer_is_refused(tmp_path: Path, role: str) -> None:
+    sizes = {"target": VOCAB_SIZE, "draft": VOCAB_SIZE} | {role: VOCAB_SIZE - 1}
+    models = [llama(1, seed=0, vocab_size=size) for size in sizes.values()]
+    with pytest.raises(BadInput, match=f"{role}/config.json: vocab_size must cover the 128 ids of the tok.*, got 127"):
+        load_pair(save_pair(tmp_path / "pair", *models))
+
+
+def test_a_model_in_parts_is_found_and_hashed(tiny_pair, folder: Path) -> None:
+    state = load_file(folder / "draft" / "model.safetensors")
+    half = len(state) // 2
+    parts = [dict(list(state.items())[:half]), dict(list(state.items())[half:])]
+    names = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / "draft" / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part}}
+    (folder / "draft" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "draft" / "model.safetensors").unlink()
+    pair = load_pair(folder)
+    assert pair.hashes["draft"] != tiny_pair.hashes["draft"]
+    logits = [p.load("draft", "float64").append([1, 2, 3]) for p in (pair, tiny_pair)]
+    assert torch.equal(*logits)
+
+
+def test_what_config_json_must_state_is_named(folder: Path) -> None:
+    config = json.loads((folder / "draft" / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "draft" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"draft/config.json: must state max_position_embeddings"):
+        _ = load_pair(folder).max_positions
 
 
 def test_prompts_are_cut_and_counted(folder: Path) -> None:
