@@ -1,4 +1,4 @@
-"""GGUF files converted once: weights, configuration and tokenizer as transformers reads them, kept in the user's cache."""
+"""GGUF files converted once, into a folder of the user's cache that transformers reads."""
 
 from __future__ import annotations
 

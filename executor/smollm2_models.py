@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,11 +29,13 @@ def load_draft(target_folder: Path, folder: Path) -> tuple[LlamaForCausalLM, Ten
     token_ids = stored.pop("token_ids").long()
     with safe_open(target_folder / "model.safetensors", framework="pt") as target:
         embedding = target.get_tensor("model.embed_tokens.weight")
-    config = LlamaConfig(**json.loads((folder / "config.json").read_text()), attn_implementation="sdpa")
+    config = LlamaConfig.from_pretrained(folder)
     return assembled(config, restored(stored), embedding, token_ids), token_ids
 
 
-def assembled(config: LlamaConfig, weights: Mapping[str, Tensor], embedding: Tensor, token_ids: Tensor) -> LlamaForCausalLM:
+def assembled(
+    config: LlamaConfig, weights: Mapping[str, Tensor], embedding: Tensor, token_ids: Tensor
+) -> LlamaForCausalLM:
     """A Llama of trained `weights` (its layers and final norm) between a wide embedding and a head of fewer rows."""
     model = LlamaForCausalLM(config)
     model.set_input_embeddings(torch.nn.Embedding.from_pretrained(embedding))

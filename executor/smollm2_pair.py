@@ -1,4 +1,4 @@
-"""The pair `smollm2`: SmolLM2-135M-Instruct, from a package of its own, with a distilled draft that is packaged here."""
+"""The pair `smollm2`: SmolLM2-135M-Instruct, from a package of its own, and the draft distilled from it, kept here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from executor.converted_model import converted_model, sha256
 from executor.folder_pair import read_prompts
@@ -84,13 +84,14 @@ class SmolLM2Pair:
         from executor.language_model import LanguageModel
         from executor.smollm2_models import load_draft, load_target
 
+        model: Any
         token_ids = None
         if role == "target":
             model = load_target(self.target_folder)
         else:
             model, token_ids = load_draft(self.target_folder, PACKAGED / "draft")
         model.config.max_position_embeddings = MAX_POSITIONS
-        model = model.to(device=device, dtype=getattr(torch, dtype))
+        model.to(device=device, dtype=getattr(torch, dtype))
         language_model = LanguageModel(
             model, name=f"{self.name}/{role}", vocab_size=self.vocab_size, token_ids=token_ids
         )
@@ -99,7 +100,7 @@ class SmolLM2Pair:
 
 
 def load_smollm2() -> SmolLM2Pair:
-    """Find the target's file and convert it, if that has not been done. Raises `BadInput` where a package is missing."""
+    """Find the target's file and convert it unless that has been done. Raises `BadInput` where a package is missing."""
     gguf = find_gguf()
     return SmolLM2Pair(gguf, converted_model(gguf))
 

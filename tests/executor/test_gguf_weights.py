@@ -65,7 +65,9 @@ def paired(values: np.ndarray) -> np.ndarray:
     return values[rows]
 
 
-def write_gguf(path, model: LlamaForCausalLM, *, quantised: bool = False, split: str = "smollm", **more: object) -> None:
+def write_gguf(
+    path, model: LlamaForCausalLM, *, quantised: bool = False, split: str = "smollm", **more: object
+) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
