@@ -205,7 +205,8 @@ def check_prompts(calibration: Iterable[str], test: Workload) -> None:
 
 def check_workload(manifest: Mapping[str, Any], workload: Workload) -> None:
     """Raises `BadInput` unless `workload` has the rules that the profile was measured under and none of its prompts."""
-    calibration = {"batch_size": 1} | manifest["workload"]  # earlier profiles knew no batches
+    unknown_earlier = {"batch_size": 1, "sampling": [], "stop_strings": []}
+    calibration = unknown_earlier | manifest["workload"]
     check_prompts(calibration.pop("prompts"), workload)
     for name, given in workload.identity().items():
         if calibration.get(name) != given:

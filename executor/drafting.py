@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,32 +12,46 @@ from executor.draws import Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import by_rank, down_weight, draw, process, uniform_tokens
+from executor.sampling import (
+    by_rank,
+    down_weight,
+    draw,
+    penalise,
+    penalised,
+    process,
+    seen_along,
+    uniform_tokens,
+)
 from executor.sequence import Request
 from executor.speculation_cache import Speculation, SpeculationCache
 from sim.policy import Drafting
 from sim.trace import Operation, Outcome
+from sim.workload import Sampling
 
 Caches = Mapping[int, SpeculationCache]  # by row
+Laws = list[Tensor | None]  # by row: what its tokens were drawn from; None where the row is greedy
 
 
 class Drafter:
     """The draft model on the rows of a batch. Of a row's committed tokens the last is pending, not yet in the KV cache.
 
     Invariant after `commit`: the KV cache holds a prefix of the committed tokens, the pending one left out. What is
-    missing (after full acceptance also the last draft token) is fed by the next pass.
+    missing (after full acceptance also the last draft token) is fed by the next pass. Where a text outgrows the draft
+    model's positions nothing more is fed: the row then has no room for draft tokens.
     """
 
     def __init__(self, model: LanguageModel, recorder: Recorder, requests: Sequence[Request]) -> None:
         self.model = model
         self._recorder = recorder
-        self._temperature = requests[0].temperature
+        self._sampling = [request.sampling for request in requests]
         self._draws = [request.draws() for request in requests]
         self.committed = [list(request.prompt) for request in requests]
         model.begin(len(requests))
-        rows = range(len(requests))
-        with recorder.span(Operation.PREFILL, sum(map(len, self.committed)), contexts=[0] * len(requests)):
-            model.feed(rows, self.committed, num_logits=[1] * len(requests))
+        rows = [row for row, prompt in enumerate(self.committed) if len(prompt) < model.max_positions]
+        if rows:
+            prompts = [self.committed[row] for row in rows]
+            with recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(rows)):
+                model.feed(rows, prompts, num_logits=[1] * len(rows))
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows have ended."""
@@ -46,6 +61,14 @@ class Drafter:
     def contexts(self, rows: Iterable[int]) -> list[int]:
         """KV entries of each row."""
         return [self.model.length_of(row) for row in rows]
+
+    def room(self, row: int) -> int:
+        """How many tokens can be drafted one after another: all but the last of them are fed."""
+        return max(0, self.model.max_positions - len(self.committed[row]) + 1)
+
+    def has_room_to_build(self, row: int, num_drafted: int) -> bool:
+        """Whether every branch beside a verification of `num_drafted` tokens has room for at least one token."""
+        return len(self.committed[row]) + num_drafted < self.model.max_positions
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Append committed tokens; forget the keys and values of everything that was not committed."""
@@ -66,14 +89,15 @@ class Drafter:
             rows = [row for row, num in num_tokens.items() if num > index]
             fed = [unfed[row] for row in rows]
             with self._recorder.span(Operation.DRAFT_STEP, sum(map(len, fed)), self.contexts(rows)):
-                logits = _together(self.model.feed(rows, fed, num_logits=[1] * len(rows)))
+                logits = self.model.feed(rows, fed, num_logits=[1] * len(rows))
+                logits = [self._penalised(row, own) for row, own in zip(rows, logits, strict=True)]
                 numbers = _together([uniforms[row][index : index + 1] for row in rows])
-                drawn, laws = self._sample(logits, numbers, drafting, index)
-                for place, (row, token) in enumerate(zip(rows, drawn.tolist(), strict=True)):
+                drawn, laws = self._sample(rows, _together(logits), numbers, drafting, index)
+                for row, token, law in zip(rows, drawn.tolist(), laws, strict=True):
                     tokens[row].append(token)
                     unfed[row] = [token]
-                    if laws is not None:
-                        probs[row].append(laws[place])
+                    if law is not None:
+                        probs[row].append(law)
         return {
             row: Speculation(drafting.source, tuple(tokens[row]), torch.stack(probs[row]) if probs[row] else None)
             for row in num_tokens
@@ -96,7 +120,7 @@ class Drafter:
         `fan_out[row][k]` bonus tokens for accept count k = 0 .. len(drafted[row]). One GLUE pass, then a TREE_STEP over
         all branches of all rows for each token of a speculation; afterwards the KV cache holds the committed tokens and
         `drafted`. `is_needed` is asked before each TREE_STEP, told of the outcomes; where it says no the rest is
-        dropped.
+        dropped. Near the end of the model's positions there are as many steps as every branch has room for.
         """
         outcomes = self._glue(drafted, fan_out)
         building = [row for row, likely in outcomes.items() if likely]
@@ -104,9 +128,11 @@ class Drafter:
         if not building:
             return without_steps
         lengths = self.contexts(building)
-        steps = self._tree_steps(
-            {row: outcomes[row] for row in building}, prepared, lambda: is_needed is None or is_needed(without_steps)
-        )
+        room = min(self.room(row) - 1 - len(drafted[row]) for row in building)
+        prepared = replace(prepared, num_drafted=min(prepared.num_drafted, room))
+        branches = {row: outcomes[row] for row in building}
+        seen = self._seen_by_branches(branches, drafted)
+        steps = self._tree_steps(branches, seen, prepared, lambda: is_needed is None or is_needed(without_steps))
         for row, length in zip(building, lengths, strict=True):
             self.model.roll_back(length, row)
         if len(steps) < prepared.num_drafted:
@@ -125,13 +151,33 @@ class Drafter:
         with self._recorder.span(Operation.GLUE, sum(map(len, unfed)), self.contexts(rows)):
             logits = self.model.feed(rows, unfed, num_logits=[len(drafted[row]) + 1 for row in rows])
             return {
-                row: likely_outcomes(own, drafted[row], fan_out[row]) for row, own in zip(rows, logits, strict=True)
+                row: likely_outcomes(self._penalised(row, own), drafted[row], fan_out[row])
+                for row, own in zip(rows, logits, strict=True)
             }
 
+    def _seen_by_branches(
+        self, outcomes: Mapping[int, Sequence[Outcome]], drafted: Mapping[int, Sequence[int]]
+    ) -> Tensor | None:
+        """(rows, B, V) which tokens stand before the first one of each branch, its bonus token included; None where no
+        repetition is penalised."""
+        if all(self._sampling[row].repetition_penalty == 1 for row in outcomes):
+            return None
+        seen = torch.zeros(len(outcomes), max(map(len, outcomes.values())), self.model.vocab_size, dtype=torch.bool)
+        for own, (row, likely) in zip(seen, outcomes.items(), strict=True):
+            text = [*self.committed[row], *drafted[row]]
+            along = seen_along(text, len(drafted[row]) + 1, self.model.vocab_size)
+            own[: len(likely)] = along[[outcome.num_accepted for outcome in likely]]
+            own[range(len(likely)), [outcome.bonus_token for outcome in likely]] = True
+        return seen
+
     def _tree_steps(
-        self, outcomes: Mapping[int, list[Outcome]], prepared: Drafting, go_on: Callable[[], bool]
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """The draft steps of all branches, as far as `go_on` lets them: (rows, B) tokens and (rows, B, V) laws of each.
+        self,
+        outcomes: Mapping[int, list[Outcome]],
+        seen: Tensor | None,
+        prepared: Drafting,
+        go_on: Callable[[], bool],
+    ) -> list[tuple[Tensor, Laws]]:
+        """The draft steps of all branches, as far as `go_on` lets them: (rows, B) tokens and each row's (B, V) laws.
 
         In a pass all rows have as many branches as the one that has most; those that stand for nothing continue the
         row's first token. Spans tell what each row needs.
@@ -149,44 +195,60 @@ class Drafter:
         tokens = torch.tensor([own + [0] * (num_branches - len(own)) for own in bonus_tokens])
         mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
         uniforms = self._branch_uniforms(outcomes, num_branches, num_steps)
-        steps: list[tuple[Tensor, Tensor | None]] = []
+        penalties = torch.tensor([self._sampling[row].repetition_penalty for row in rows], dtype=torch.float64)
+        steps: list[tuple[Tensor, Laws]] = []
         while len(steps) < num_steps and go_on():
             step = len(steps)
             contexts = [slots + step * len(own) for slots, own in zip(own_slots, outcomes.values(), strict=True)]
             with self._recorder.span(Operation.TREE_STEP, num_tokens, contexts):
                 visible = mask[..., : num_slots + (step + 1) * num_branches]
                 logits = self.model.append_branches(rows, tokens, positions + step, visible)
-                steps.append(self._sample(logits, uniforms[..., step], prepared, step))
+                if seen is not None:
+                    logits = penalise(logits, penalties[:, None, None], seen)
+                steps.append(self._sample(rows, logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
+                if seen is not None:
+                    seen.scatter_(-1, tokens[..., None], value=True)
         return steps
 
     def _branch_uniforms(self, outcomes: Mapping[int, Sequence[Outcome]], num_branches: int, num_steps: int) -> Tensor:
         """(rows, num_branches, num_steps), those of a row's own branches the same however many stand beside them."""
         uniforms = torch.zeros(len(outcomes), num_branches, num_steps, dtype=torch.float64)
-        if self._temperature > 0:
-            for place, (row, own) in enumerate(outcomes.items()):
+        for place, (row, own) in enumerate(outcomes.items()):
+            if self._sampling[row].temperature > 0:
                 drawn = self._uniforms(row, Purpose.BRANCH, len(own) * num_steps)
                 uniforms[place, : len(own)] = drawn.view(len(own), num_steps)
         return uniforms
 
-    def _sample(
-        self, logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """(..., V) logits, (...) uniform numbers -> (...) tokens, (..., V) distributions or None at temperature 0.
+    def _penalised(self, row: int, logits: Tensor) -> Tensor:
+        """Logits after the last tokens that the row was fed."""
+        return penalised(logits, self._sampling[row].repetition_penalty, self.model.texts[row])
 
-        The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says.
+    def _sample(
+        self, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
+    ) -> tuple[Tensor, Laws]:
+        """(rows, ..., V) logits, (rows, ...) uniform numbers -> (rows, ...) tokens, each row's (..., V) laws.
+
+        The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says. Rows of the same
+        settings are processed together.
         """
-        if self._temperature == 0:
-            return logits.argmax(-1), None
-        probs = process(logits, self._temperature)
-        num_downweighted = drafting.num_downweighted(draft_index)
-        if num_downweighted:
-            probs = down_weight(probs, logits, num_downweighted, drafting.downweight)
-        return draw(probs, uniforms), probs
+        alike: dict[Sampling, list[int]] = {}
+        for place, row in enumerate(rows):
+            alike.setdefault(self._sampling[row], []).append(place)
+        if len(alike) == 1:
+            tokens, probs = _sample_alike(logits, uniforms, self._sampling[rows[0]], drafting, draft_index)
+            return tokens, [None] * len(rows) if probs is None else list(probs)
+        tokens = torch.zeros(logits.shape[:-1], dtype=torch.long)
+        laws: Laws = [None] * len(rows)
+        for sampling, places in alike.items():
+            tokens[places], probs = _sample_alike(logits[places], uniforms[places], sampling, drafting, draft_index)
+            for place, law in zip(places, [None] * len(places) if probs is None else probs, strict=True):
+                laws[place] = law
+        return tokens, laws
 
     def _uniforms(self, row: int, purpose: Purpose, num: int) -> Tensor:
-        if self._temperature == 0:
-            return torch.zeros(num)
+        if self._sampling[row].temperature == 0:
+            return torch.zeros(num, dtype=torch.float64)
         return self._draws[row].uniforms(purpose, self._recorder.round, num)
 
 
@@ -195,9 +257,22 @@ def _together(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
-def _of_row(steps: Sequence[tuple[Tensor, Tensor | None]], place: int) -> list[tuple[Tensor, Tensor | None]]:
+def _of_row(steps: Sequence[tuple[Tensor, Laws]], place: int) -> list[tuple[Tensor, Tensor | None]]:
     """One row's (B,) tokens and (B, V) laws of each step."""
-    return [(tokens[place], None if laws is None else laws[place]) for tokens, laws in steps]
+    return [(tokens[place], laws[place]) for tokens, laws in steps]
+
+
+def _sample_alike(
+    logits: Tensor, uniforms: Tensor, sampling: Sampling, drafting: Drafting, draft_index: int
+) -> tuple[Tensor, Tensor | None]:
+    """(..., V) logits, (...) uniform numbers -> (...) tokens, (..., V) laws or None at temperature 0."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1), None
+    probs = process(logits, sampling)
+    num_downweighted = drafting.num_downweighted(draft_index)
+    if num_downweighted:
+        probs = down_weight(probs, logits, num_downweighted, drafting.downweight)
+    return draw(probs, uniforms), probs
 
 
 def likely_outcomes(logits: Tensor, drafted: Sequence[int], fan_out: Sequence[int]) -> list[Outcome]:

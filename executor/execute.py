@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
 from executor.loops import Draft, autoregressive, speculative, speculative_speculative
-from executor.sequence import OpenBatch, OpenSequence, Request
+from executor.sequence import NewTokens, OpenBatch, Request
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.trace import Sequence, Trace
 from sim.workload import Workload
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def execute(
@@ -23,6 +28,9 @@ def execute(
     seed: int = 0,
     progress: Callable[[Sequence], None] | None = None,
     on_draft_failure: str = OnDraftFailure.RAISE,
+    on_tokens: Callable[[NewTokens], None] | None = None,
+    *,
+    log_probs: bool = False,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -33,7 +41,13 @@ def execute(
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
 
-    Raises `BadInput` if a prompt leaves too few positions, or holds a token that the pair does not know.
+    `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
+    what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
+
+    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
+    lists the prompts that leave the draft model no room at all.
+
+    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know.
     """
     check_room(policy, workload, runner)
     trace = Trace(policy=policy.to_dict(), workload=workload.identity())
@@ -44,9 +58,11 @@ def execute(
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
     num_bad_rows_before = runner.target.num_bad_draft_rows
-    asked = list(requests(workload, seed))
+    asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
+    tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
     for start in range(0, len(asked), workload.batch_size):
-        sequences = _decode(policy, asked[start : start + workload.batch_size], runner.target, draft, trace)
+        batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
+        sequences = _decode(policy, batch, runner.target, draft, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -55,31 +71,55 @@ def execute(
         "producer": "executor",
         "identity": runner.identity(),
         "seed": seed,
+        "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
+        "without_draft": [] if isinstance(policy, Autoregressive) else _beyond_the_draft(workload, runner),
     }
     return trace
 
 
+def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
+    """The prompts that fill the draft's positions."""
+    return [index for index, prompt in enumerate(workload.prompts) if len(prompt) >= runner.pair.max_positions]
+
+
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
-    """One request per prompt, in order."""
+    """One request per prompt, in order. A request with a seed of its own is not told from its repetition."""
     seen: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(workload.prompts):
-        rules = (workload.max_new_tokens, workload.temperature, workload.stop_ids, seed)
-        yield Request(index, prompt, *rules, occurrence=seen[prompt])
-        seen[prompt] += 1
+        sampling = workload.sampling_of(index)
+        if sampling.seed is None:
+            own_seed, occurrence = seed, seen[prompt]
+            seen[prompt] += 1
+        else:
+            own_seed, occurrence = sampling.seed, 0
+        rules = (workload.max_new_tokens, sampling.law, workload.stop_ids, own_seed, occurrence)
+        yield Request(index, prompt, *rules, stop_strings=workload.stop_strings)
+
+
+def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False) -> Tokenizer | None:
+    """The pair's, if stop strings need it or if the text `is_shown` and there is one. Raises `BadInput` if stop strings
+    need it and there is none."""
+    if not workload.stop_strings:
+        return runner.pair.tokenizer if is_shown else None
+    if runner.pair.tokenizer is None:
+        raise BadInput("workload.stop_strings", "need a pair with a tokenizer", runner.pair.name)
+    return runner.pair.tokenizer
 
 
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
-    """Every position that may be fed, look-ahead included, must exist in both models; the policy must be one that the
-    executor runs."""
+    """Every position that a text may have must exist in the target; the policy must be one that the executor runs.
+
+    The draft may have fewer: speculation shrinks to nothing before its end.
+    """
     check_runs(policy, workload)
-    look_ahead = policy.speculation_length + 1 if isinstance(policy, SpeculativeSpeculative) else 0
+    limit = runner.target.model.max_positions
     for index, prompt in enumerate(workload.prompts):
-        needed = len(prompt) + workload.max_new_tokens + look_ahead
-        if needed > runner.pair.max_positions:
-            rule = f"prompt {index} with max_new_tokens and {look_ahead} positions of look-ahead must fit the models'"
-            raise BadInput("workload", f"{rule} {runner.pair.max_positions} positions", needed)
+        needed = len(prompt) + workload.max_new_tokens
+        if needed > limit:
+            rule = f"prompt {index} with max_new_tokens must fit the target's {limit} positions"
+            raise BadInput("workload", rule, needed)
         unknown = [token for token in prompt if not 0 <= token < runner.pair.vocab_size]
         if unknown:
             raise BadInput(f"workload: prompt {index}", f"token ids must be below {runner.pair.vocab_size}", unknown[0])
@@ -91,13 +131,12 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
-    """Decode requests together; their spans and rounds go into the trace."""
+def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
+    """Decode the sequences of a batch; their spans and rounds go into the trace."""
     recorder = target.recorder
-    recorder.begin_batch([request.index for request in batch])
-    decoded = [OpenSequence(request) for request in batch]
-    if batch[0].max_new_tokens > 0:
-        decoded = _run_loop(policy, batch, target, draft).sequences
+    recorder.begin_batch([request.index for request in batch.requests])
+    if batch.requests[0].max_new_tokens > 0:
+        _run_loop(policy, batch, target, draft)
         spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
@@ -111,16 +150,18 @@ def _decode(policy: Policy, batch: list[Request], target: Target, draft: Draft, 
             decode_start_s=recorder.decode_start_s,
             end_s=end_s.get(sequence.request.index, recorder.decode_start_s),
             stopped=sequence.stopped,
+            stopped_by_string=sequence.stopped_by_string,
+            log_probs=tuple(target.log_probs[row][: len(sequence.tokens)]) if sequence.tokens else (),
         )
-        for sequence in decoded
+        for row, sequence in enumerate(batch.sequences)
     ]
 
 
-def _run_loop(policy: Policy, batch: list[Request], target: Target, draft: Draft) -> OpenBatch:
+def _run_loop(policy: Policy, batch: OpenBatch, target: Target, draft: Draft) -> None:
     match policy:
         case Autoregressive():
-            return autoregressive(batch, target)
+            autoregressive(batch, target)
         case Speculative():
-            return speculative(policy, batch, target, draft)
+            speculative(policy, batch, target, draft)
         case SpeculativeSpeculative():
-            return speculative_speculative(policy, batch, target, draft)
+            speculative_speculative(policy, batch, target, draft)

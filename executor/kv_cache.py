@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+MOST_TOKENS_CUT = 16  # wider blocks, prompts for example, are rare
 
 
 class SlotCache(Cache):
@@ -15,17 +17,14 @@ class SlotCache(Cache):
 
     `aim` says to which rows the next forward pass belongs; the pass writes its tokens to the slots after each row's
     length in every layer; `advance` then makes them valid. Rolling back moves a length. Nothing of it copies; growing
-    beyond the capacity does, moving a row to another place, and reading rows that are not the first ones.
+    beyond the capacity does, moving a row to another place, and reading rows that are not the first ones. All layers
+    must have keys of one shape, and values of one shape.
     """
 
     def __init__(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
         super().__init__(layers=[])
         self.lengths = [0] * num_rows
-        self._capacity = capacity
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
-        self._rows: Tensor | None  # None: the first ones
-        self._slots: Tensor | None  # (rows, n) where tokens go; None: from `_start` on in all rows
+        self._keys, self._values = (_Slots(num_layers, num_rows, capacity) for _ in range(2))
         self.aim(range(num_rows), 0)
 
     @property
@@ -36,43 +35,21 @@ class SlotCache(Cache):
     def aim(self, rows: Sequence[int], num_tokens: int) -> None:
         """The next pass feeds `num_tokens` tokens to each of these rows, and sees those only."""
         starts = [self.lengths[row] for row in rows]
-        self._num_rows, self._start, self._end = len(rows), starts[0], max(starts) + num_tokens
-        self._rows = self._slots = None
-        if len(self.lengths) == 1:
-            return
-        if list(rows) != list(range(len(rows))):
-            self._rows = torch.tensor(rows)
-        if self._rows is not None or min(starts) != max(starts):
-            self._slots = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+        self._aim = _Aim(len(rows), starts[0], max(starts) + num_tokens)
+        if len(self.lengths) > 1:
+            some = list(rows) != list(range(len(rows)))
+            slots = None
+            if some or min(starts) != max(starts):
+                slots = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+            self._aim = self._aim._replace(rows=torch.tensor(rows) if some else None, slots=slots)
+        self._keys.aim(self._aim)
+        self._values.aim(self._aim)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, n, head_dim) states; return those rows up to and including the longest one's."""
-        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
-
-    def _write(self, layers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
-        slots = self._with_room(layers, layer, states)
-        if self._rows is None and self._num_rows < len(self.lengths):
-            slots = slots[: self._num_rows]
-        if self._slots is None:
-            slots[:, :, self._start : self._end] = states
-        else:
-            rows = torch.arange(self._num_rows) if self._rows is None else self._rows
-            slots[rows[:, None], :, self._slots] = states.transpose(1, 2)
-        visible = slots[:, :, : self._end]
-        return visible if self._rows is None else visible[self._rows]
-
-    def _with_room(self, layers: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
-        slots = layers[layer]
-        if slots is None or self._end > slots.shape[2]:
-            _, heads, _, head_dim = states.shape
-            num_slots = max(self._capacity, 2 * self._end if slots is not None else self._end)
-            grown = states.new_zeros(len(self.lengths), heads, num_slots, head_dim)
-            if slots is not None:
-                grown[:, :, : slots.shape[2]] = slots
-            layers[layer] = slots = grown
-        return slots
+        return self._keys.write(layer_idx, key_states), self._values.write(layer_idx, value_states)
 
     def advance(self, row: int, num_tokens: int) -> None:
         self.lengths[row] += num_tokens
@@ -87,10 +64,8 @@ class SlotCache(Cache):
     def move(self, row: int, place: int) -> None:
         """Copy a row to the place of another, which is forgotten."""
         self.lengths[place] = length = self.lengths[row]
-        for layers in (self._keys, self._values):
-            for slots in layers:
-                if slots is not None:
-                    slots[place, :, :length] = slots[row, :, :length]
+        self._keys.move(row, place, length)
+        self._values.move(row, place, length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -99,13 +74,86 @@ class SlotCache(Cache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._end, 0
+        return self._aim.end, 0
+
+
+class _Aim(NamedTuple):
+    """Which rows and slots the next pass concerns."""
+
+    num_rows: int
+    start: int  # of the first row
+    end: int  # of the longest row
+    rows: Tensor | None = None  # None: the first ones
+    slots: Tensor | None = None  # (rows, n) where tokens go; None: from `start` on in all rows
+
+
+class _Slots:
+    """The keys, or the values, of all layers in one tensor: its parts that a pass needs are cut out for all at once."""
+
+    def __init__(self, num_layers: int, num_rows: int, capacity: int) -> None:
+        self._num_layers, self._num_rows, self._capacity = num_layers, num_rows, capacity
+        self._slots: Tensor | None = None  # (layers, rows, heads, slots, head_dim)
+
+    def aim(self, aim: _Aim) -> None:
+        self._aim = aim
+        if self._slots is not None and aim.end <= self._slots.shape[3]:
+            self._cut(self._slots)
+        else:
+            self._visible: Sequence[Tensor] = ()  # there is no room
+
+    def write(self, layer: int, states: Tensor) -> Tensor:
+        """(rows, heads, n, head_dim) states to where they are aimed; returns all that the pass may see."""
+        if not self._visible:
+            self._cut(self._grown(states))
+        rows, slots = self._aim.rows, self._aim.slots
+        if slots is None:
+            self._written[layer].copy_(states)
+        else:
+            places = torch.arange(len(slots)) if rows is None else rows
+            self._visible[layer][places[:, None], :, slots] = states.transpose(1, 2)
+        return self._visible[layer] if rows is None else self._visible[layer][rows]
+
+    def _cut(self, slots: Tensor) -> None:
+        aim = self._aim
+        rows = slots[:, : aim.num_rows] if aim.rows is None else slots
+        self._visible = rows[:, :, :, : aim.end].unbind()
+        if aim.slots is None:
+            self._written = rows[:, :, :, aim.start : aim.end].unbind()
+
+    def _grown(self, states: Tensor) -> Tensor:
+        """Room for the pass, what was there kept."""
+        _, heads, _, head_dim = states.shape
+        before, end = self._slots, self._aim.end
+        num_slots = max(self._capacity, end if before is None else 2 * end)
+        self._slots = states.new_zeros(self._num_layers, self._num_rows, heads, num_slots, head_dim)
+        if before is not None:
+            self._slots[:, :, :, : before.shape[3]] = before
+        return self._slots
+
+    def move(self, row: int, place: int, num_slots: int) -> None:
+        """Copy the first slots of a row to the place of another."""
+        if self._slots is not None:
+            self._slots[:, place, :, :num_slots] = self._slots[:, row, :, :num_slots]
 
 
 def causal_mask(num_tokens: int, context: int, dtype: torch.dtype) -> Tensor:
     """(1, 1, n, context + n) additive mask: token i sees the slots before it and itself."""
     mask = torch.full((num_tokens, context + num_tokens), -torch.inf, dtype=dtype)
     return mask.triu_(context + 1)[None, None]
+
+
+class CausalMasks:
+    """`causal_mask` of a few tokens after any context up to `max_context`, cut out of one mask instead of made."""
+
+    def __init__(self, max_context: int, dtype: torch.dtype) -> None:
+        self._max_context, self._dtype = max_context, dtype
+        self._widest = causal_mask(MOST_TOKENS_CUT, max_context, dtype)
+
+    def __call__(self, num_tokens: int, context: int) -> Tensor:
+        if num_tokens > MOST_TOKENS_CUT:
+            return causal_mask(num_tokens, context, self._dtype)
+        first = self._max_context - context
+        return self._widest[:, :, :num_tokens, first : self._max_context + num_tokens]
 
 
 def ragged_mask(num_tokens: int, contexts: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from executor.forward_pass import forward_pass
 from executor.head import Head
-from executor.kv_cache import SlotCache, branch_mask, causal_mask, ragged_mask
+from executor.kv_cache import CausalMasks, SlotCache, branch_mask, ragged_mask
 from sim.errors import BadInput
 
 
@@ -53,6 +53,7 @@ class LanguageModel:
         self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids)
         self.dtype = model.dtype
         self.attention: str = config._attn_implementation
+        self._causal_mask = CausalMasks(self.max_positions, self.dtype)
         self._positions = torch.arange(self.max_positions)[None]
         self._num_layers: int = config.num_hidden_layers
         self._cache = self._new_cache(num_rows)
@@ -178,7 +179,7 @@ class LanguageModel:
         length = self._cache.lengths[0]
         self._require_positions(length + num_tokens)
         positions = self._positions[:, length : length + num_tokens].expand(num_rows, -1)
-        mask = causal_mask(num_tokens, length, self.dtype)
+        mask = self._causal_mask(num_tokens, length)
         logits = self._forward(range(num_rows), tokens, positions, mask, num_logits)
         for row in range(num_rows):
             self._cache.advance(row, num_tokens)

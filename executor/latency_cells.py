@@ -18,6 +18,7 @@ from executor.target import Target
 from sim.latency import LatencySample
 from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
 from sim.trace import Lane, Operation, Outcome, Source, Span
+from sim.workload import Sampling
 
 SEED = 0  # of the random tokens that fill the contexts
 
@@ -137,7 +138,7 @@ def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter
 def _request(cell: TargetCell | DraftCell, vocab_size: int) -> Request:
     """One that never ends."""
     prompt = _tokens(cell.context, vocab_size)
-    return Request(0, prompt, 1 << 30, cell.temperature, stop_ids=(), seed=SEED)
+    return Request(0, prompt, 1 << 30, Sampling(cell.temperature), stop_ids=(), seed=SEED)
 
 
 def _draft_step(drafter: Drafter, cell: DraftStepCell) -> None:
@@ -175,6 +176,6 @@ def _speculation(cell: VerifyCell, vocab_size: int) -> Speculation:
     if cell.temperature == 0 or num_drafted == 0:
         return Speculation(Source.SYNCHRONOUS, _tokens(num_drafted, vocab_size))
     generator = torch.Generator().manual_seed(SEED)
-    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), cell.temperature)
+    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), Sampling(cell.temperature))
     uniforms = torch.rand(num_drafted, generator=generator, dtype=torch.float64)
     return Speculation(Source.SYNCHRONOUS, tuple(draw(probs, uniforms).tolist()), probs)

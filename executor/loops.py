@@ -37,50 +37,43 @@ class Draft(Protocol):
         """What it did for the batch."""
 
 
-def autoregressive(requests: Sequence[Request], target: Target) -> OpenBatch:
+def autoregressive(batch: OpenBatch, target: Target) -> None:
     """AR: one target pass per token."""
-    batch = OpenBatch(requests)
-    outcomes = target.prefill(requests)
+    outcomes = target.prefill(batch.requests)
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
     while batch.rows:
         _verify(target, dict.fromkeys(batch.rows, NO_SPECULATION), batch)
-    return batch
 
 
-def speculative(policy: Speculative, requests: Sequence[Request], target: Target, draft: Draft) -> OpenBatch:
+def speculative(policy: Speculative, batch: OpenBatch, target: Target, draft: Draft) -> None:
     """SD: the target waits while the draft drafts, the draft waits while the target verifies."""
-    batch, outcomes = _begin(policy, requests, target, draft)
+    outcomes = _begin(policy, batch, target, draft)
     while batch.rows:
         speculations = draft.speculate(batch.verified(outcomes))
         outcomes = _verify(target, speculations, batch)
-    return batch
 
 
-def speculative_speculative(
-    policy: SpeculativeSpeculative, requests: Sequence[Request], target: Target, draft: Draft
-) -> OpenBatch:
+def speculative_speculative(policy: SpeculativeSpeculative, batch: OpenBatch, target: Target, draft: Draft) -> None:
     """SSD: having answered the outcomes, the draft prepares answers to the next ones while the target verifies."""
-    batch, outcomes = _begin(policy, requests, target, draft)
+    outcomes = _begin(policy, batch, target, draft)
     while batch.rows:
         speculations = draft.speculate(batch.verified(outcomes))  # look-ups on hits; the build starts on return
         outcomes = _verify(target, speculations, batch)
-    return batch
 
 
 def _begin(
-    policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request], target: Target, draft: Draft
-) -> tuple[OpenBatch, dict[int, Outcome]]:
+    policy: Speculative | SpeculativeSpeculative, batch: OpenBatch, target: Target, draft: Draft
+) -> dict[int, Outcome]:
     """Both prefills, side by side where the roles run side by side."""
-    batch = OpenBatch(requests)
-    draft.begin(policy, requests)
+    draft.begin(policy, batch.requests)
     try:
-        outcomes = target.prefill(requests)
+        outcomes = target.prefill(batch.requests)
     finally:
         draft.wait()
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
-    return batch, outcomes
+    return outcomes
 
 
 def _verify(target: Target, speculations: Mapping[int, Speculation], batch: OpenBatch) -> dict[int, Outcome]:

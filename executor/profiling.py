@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor.concurrency import Runner
 from executor.draws import Purpose
-from executor.execute import check_room, requests
+from executor.execute import check_room, requests, tokenizer_for
 from executor.language_model import LanguageModel
 from executor.latency_cells import (
     BuildCell,
@@ -29,14 +29,14 @@ from executor.latency_cells import (
     samples,
 )
 from executor.recorder import now_s
-from executor.sampling import by_rank, draw, process, rank
-from executor.sequence import Request
+from executor.sampling import by_rank, draw, penalised, process, processed_logits, rank
+from executor.sequence import OpenSequence, Request
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencySample
 from sim.policy import Autoregressive
 from sim.trace import Operation
-from sim.workload import Workload
+from sim.workload import Sampling, Workload, sampling_to_dict
 
 Progress = Callable[[int, int], None]  # done, in all
 MAX_ROWS = 32  # sequences decoded at once for an agreement record
@@ -52,27 +52,33 @@ def measure_agreement(
     """One autoregressive run of the target per prompt, scored by the draft along the same tokens.
 
     Prompts of equal length are decoded as one batch. They draw the random numbers that an AR run with this seed
-    draws, so the texts are AR's but for rounding. `progress` is called with the prompts done.
+    draws, so the texts are AR's but for rounding. `progress` is called with the prompts done. Raises `BadInput` if the
+    prompts' sampling settings differ: a record is of one law.
     """
     check_room(Autoregressive(), workload, runner)
     if workload.max_new_tokens == 0:
         raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
+    if len(workload.laws) > 1:
+        rule = "must have the same settings for all prompts in an agreement record"
+        raise BadInput("workload.sampling", rule, [sampling_to_dict(law) for law in set(workload.laws)])
+    (sampling,) = workload.laws
+    tokenizer = tokenizer_for(workload, runner)
     rows: dict[int, _ScoredText] = {}
     for batch in _batches(list(requests(workload, seed))):
-        for request, scored in zip(batch, _score_batch(runner, batch), strict=True):
-            rows[request.index] = scored
+        for scored in _score_batch(runner, [OpenSequence(request, tokenizer) for request in batch]):
+            rows[scored.sequence.request.index] = scored
         if progress is not None:
             progress(len(rows), len(workload.prompts))
     texts = [rows[index] for index in range(len(workload.prompts))]
-    columns = [_columns(text, workload.temperature, num_candidates) for text in texts]
-    lengths = [len(text.tokens) for text in texts]
+    columns = [_columns(text, sampling, num_candidates) for text in texts]
+    lengths = [len(text.sequence.tokens) for text in texts]
     values: dict[str, Any] = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     hashes = runner.pair.hashes
     identity = workload.identity() | {"pair": runner.pair.name, "target": hashes["target"], "draft": hashes["draft"]}
     return AgreementRecord(
         identity=identity | {"vocab_size": runner.pair.vocab_size, "seed": seed},
         prompt_length=np.array([len(prompt) for prompt in workload.prompts]),
-        stopped=np.array([text.tokens[-1] in workload.stop_ids for text in texts]),
+        stopped=np.array([text.sequence.stopped for text in texts]),
         prompt=np.repeat(np.arange(len(texts)), lengths),
         position=np.concatenate([np.arange(length) for length in lengths]),
         prompt_tokens=workload.prompts,
@@ -82,9 +88,9 @@ def measure_agreement(
 
 @dataclass(frozen=True)
 class _ScoredText:
-    """n generated tokens and the (n, V) logits that both models gave for their positions."""
+    """n generated tokens and the (n, V) logits, penalised, that both models gave for their positions."""
 
-    tokens: list[int]
+    sequence: OpenSequence
     target_logits: Tensor
     draft_logits: Tensor
 
@@ -98,50 +104,53 @@ def _batches(all_requests: Sequence[Request]) -> Iterator[list[Request]]:
             yield group[start : start + MAX_ROWS]
 
 
-def _score_batch(runner: Runner, batch: Sequence[Request]) -> list[_ScoredText]:
+def _score_batch(runner: Runner, batch: Sequence[OpenSequence]) -> list[_ScoredText]:
     tokens, target_logits = _decode_batch(runner.target.model, batch)
-    texts = [[*request.prompt, *row[:-1]] for request, row in zip(batch, tokens.tolist(), strict=True)]
+    texts = [[*s.request.prompt, *row[:-1]] for s, row in zip(batch, tokens.tolist(), strict=True)]
     runner.draft.start("score", texts, num_rows=tokens.shape[1])
     draft_logits = torch.from_numpy(runner.draft.result())
     scored = []
-    for row, request in enumerate(batch):
-        num = _length(tokens[row].tolist(), request.stop_ids)
-        scored.append(_ScoredText(tokens[row, :num].tolist(), target_logits[row, :num], draft_logits[row, :num]))
+    for row, sequence in enumerate(batch):
+        num, penalty = len(sequence.tokens), sequence.request.sampling.repetition_penalty
+        text = texts[row][: len(sequence.request.prompt) + num - 1]
+        logits = [penalised(own[row, :num], penalty, text) for own in (target_logits, draft_logits)]
+        scored.append(_ScoredText(sequence, *logits))
     return scored
 
 
-def _decode_batch(model: LanguageModel, batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
+def _decode_batch(model: LanguageModel, batch: Sequence[OpenSequence]) -> tuple[Tensor, Tensor]:
     """(rows, n) tokens and (rows, n, V) logits of an autoregressive run, n as long as the longest row needs."""
     rows = model.with_rows(len(batch))
-    draws = [request.draws() for request in batch]
-    unfed = torch.tensor([request.prompt for request in batch])
+    draws = [sequence.request.draws() for sequence in batch]
+    texts = [list(sequence.request.prompt) for sequence in batch]
+    sampling = batch[0].request.sampling
+    unfed = torch.tensor(texts)
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
-    is_open = torch.ones(len(batch), dtype=torch.bool)
-    stop_ids = torch.tensor(batch[0].stop_ids, dtype=torch.long)
-    while len(tokens) < batch[0].max_new_tokens and is_open.any():
+    while any(sequence.is_open for sequence in batch):
         logits.append(rows.append_rows(unfed, num_logits=1)[:, 0])
-        probs = process(logits[-1], batch[0].temperature)
+        own = [
+            penalised(row[None], sampling.repetition_penalty, text) for row, text in zip(logits[-1], texts, strict=True)
+        ]
+        probs = process(torch.cat(own), sampling)
         if probs.isnan().any():
-            index = batch[int(probs.isnan().any(-1).long().argmax())].index
+            index = batch[int(probs.isnan().any(-1).long().argmax())].request.index
             raise FloatingPointError(f"sequence {index}, token {len(tokens)}: the target's logits are not finite")
         uniforms = torch.cat([d.uniforms(Purpose.BONUS, len(tokens) - 1, 1) for d in draws])
         tokens.append(draw(probs, uniforms))
-        is_open &= ~torch.isin(tokens[-1], stop_ids)
         unfed = tokens[-1][:, None]
+        for sequence, text, token in zip(batch, texts, tokens[-1].tolist(), strict=True):
+            text.append(token)
+            if sequence.is_open:
+                sequence.append(token)
     return torch.stack(tokens, 1), torch.stack(logits, 1)
 
 
-def _length(tokens: list[int], stop_ids: tuple[int, ...]) -> int:
-    stops = (position + 1 for position, token in enumerate(tokens) if token in stop_ids)
-    return next(stops, len(tokens))
-
-
-def _columns(text: _ScoredText, temperature: float, num_candidates: int) -> dict[str, Any]:
+def _columns(text: _ScoredText, sampling: Sampling, num_candidates: int) -> dict[str, Any]:
     """The per-row columns of an `AgreementRecord`; probabilities at temperature 1 if the run was greedy."""
-    tokens = torch.tensor(text.tokens)
-    log_p = _log_probs(text.target_logits, temperature or 1.0)
-    log_q = _log_probs(text.draft_logits, temperature or 1.0)
+    law = replace(sampling, temperature=sampling.temperature or 1.0)
+    tokens = torch.tensor(text.sequence.tokens)
+    log_p, log_q = (processed_logits(own, law).log_softmax(-1) for own in (text.target_logits, text.draft_logits))
     top_token = by_rank(text.draft_logits, num_candidates)
     columns = {
         "token": tokens,
@@ -154,10 +163,6 @@ def _columns(text: _ScoredText, temperature: float, num_candidates: int) -> dict
         "top_q": log_q.gather(-1, top_token).exp(),
     }
     return {name: column.numpy() for name, column in columns.items()}
-
-
-def _log_probs(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.double() / temperature).log_softmax(-1)
 
 
 def top2_gap(runner: Runner, tokens: Sequence[int]) -> float:

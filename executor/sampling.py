@@ -5,23 +5,104 @@ p is the target's processed distribution, q the draft's. Every function takes le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sim.policy import Proposer
+from sim.workload import Sampling
+
+FEW_CANDIDATES = 1024  # of a large vocabulary, whose order costs ten times as much as all else
+MANY = 8  # times more tokens than are asked for: then a selection is faster than the order of all
+
+# ------------------------------------------------------------------------------------------------------ processing
+#
+# The steps, their order and what they do with equals are those of transformers' logits processors: repetition penalty,
+# temperature, top_k, top_p, min_p (but theirs leave open which of equals top_p keeps). Target and draft take them in
+# these same functions.
 
 
-def process(logits: Tensor, temperature: float) -> Tensor:
-    """(..., V) logits -> (..., V) float64 probabilities: softmax at `temperature`, one-hot of the argmax at 0.
+def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
+    """(n, V) logits after each of the last n tokens of `text` -> the same under a repetition penalty: each row is
+    penalised for the tokens up to and including its own."""
+    return logits if penalty == 1 else penalise(logits, penalty, seen_along(text, *logits.shape))
+
+
+def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
+    """(..., V) logits, (..., V) whether a token was seen -> (..., V) float64: of those that were, positive logits
+    divided by the penalty, negative ones multiplied (Keskar et al. 2019, section 4.1)."""
+    logits = logits.double()
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def seen_along(text: Sequence[int], num_rows: int, vocab_size: int) -> Tensor:
+    """(num_rows, V) bool: which tokens are among the text up to each of its last `num_rows` tokens."""
+    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    num_shared = len(text) - num_rows + 1
+    seen[:, torch.tensor(text[:num_shared])] = True
+    for row, token in enumerate(text[num_shared:], start=1):
+        seen[row:, token] = True
+    return seen
+
+
+def process(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(..., V) logits -> (..., V) float64 probabilities, all steps but the penalty; one-hot of the argmax at
+    temperature 0.
 
     A row without a well-defined distribution (a NaN, a +inf, or nothing but -inf) becomes NaN throughout.
     """
-    logits = logits.double()
-    largest, token = logits.max(-1, keepdim=True)
-    if temperature == 0:
-        one_hot = torch.zeros_like(logits).scatter_(-1, token, 1.0)
+    if sampling.temperature == 0:
+        largest, token = logits.max(-1, keepdim=True)
+        one_hot = torch.zeros(logits.shape, dtype=torch.float64).scatter_(-1, token, 1.0)
         return torch.where(largest.isfinite(), one_hot, torch.nan)
-    return ((logits - largest) / temperature).softmax(-1)
+    return processed_logits(logits, sampling).softmax(-1)
+
+
+def processed_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(..., V) logits -> (..., V) float64 logits of the law that is drawn from at a temperature > 0; -inf for tokens
+    that are cut."""
+    logits = logits.to(torch.float64, copy=True)  # in place from here on: at large vocabularies a copy is what costs
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(sampling.temperature)
+    if sampling.top_k:
+        logits = _keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = _keep_top_p(logits, sampling.top_p)
+    if sampling.min_p:
+        logits = _keep_min_p(logits, sampling.min_p)
+    return logits
+
+
+def _keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """The k largest, and all that equal the smallest of them."""
+    smallest = logits.topk(min(k, logits.shape[-1])).values[..., -1:]
+    return logits.masked_fill(logits < smallest, -torch.inf)
+
+
+def _keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The fewest largest with a probability of at least p together; of equals at the border those of lowest id.
+
+    The order of a few candidates is enough if the last of them is cut: those behind it are cut as well.
+    """
+    probs, vocab_size = logits.softmax(-1), logits.shape[-1]
+    for num_candidates in (min(FEW_CANDIDATES, vocab_size), vocab_size):
+        ids = by_rank(logits, num_candidates)
+        ordered = probs.gather(-1, ids).flip(-1)
+        beyond = 1 - ordered.sum(-1, keepdim=True) if num_candidates < vocab_size else 0.0
+        is_cut = (beyond + ordered.cumsum(-1) <= 1 - p).flip(-1)
+        is_cut[..., 0] = False
+        if num_candidates == vocab_size or is_cut[..., -1].all():
+            break
+    kept = logits.gather(-1, ids).masked_fill_(is_cut, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(-1, ids, kept)
+
+
+def _keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Those with at least p times the largest probability; the largest logit is 0."""
+    return logits.masked_fill(logits.exp() < p, -torch.inf)
+
+
+# -------------------------------------------------------------------------------------------------------- draft laws
 
 
 def down_weight(probs: Tensor, logits: Tensor, num_tokens: int, factor: float) -> Tensor:
@@ -111,5 +192,15 @@ def rank(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def by_rank(logits: Tensor, num_tokens: int) -> Tensor:
-    """(..., V) logits -> (..., num_tokens) the most likely tokens, best first, ties by lower id."""
+    """(..., V) logits -> (..., num_tokens) the most likely tokens, best first, ties by lower id; V at most.
+
+    Without equals at its border the set of the largest is known without the order of all, which takes long for a large
+    vocabulary.
+    """
+    if 0 < MANY * num_tokens < logits.shape[-1]:
+        largest, ids = logits.topk(num_tokens)
+        if ((logits >= largest[..., -1:]).sum(-1) == num_tokens).all():
+            ids = ids.sort().values
+            order = logits.gather(-1, ids).sort(descending=True, stable=True).indices
+            return ids.gather(-1, order)
     return torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :num_tokens]

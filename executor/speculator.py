@@ -10,7 +10,7 @@ from executor.fallback import fall_back
 from executor.recorder import Recorder
 from executor.sequence import Verified
 from executor.speculation_cache import Speculation, SpeculationCache
-from sim.policy import Fallback, LateBuild, Speculative, SpeculativeSpeculative
+from sim.policy import Fallback, LateBuild, Proposer, Speculative, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
 
 # What the next request brings: None while there is none, or the outcomes of the rows that go on. No row does if it is
@@ -33,7 +33,8 @@ class SynchronousSpeculator:
         self._drafter.keep(list(verified))
         for row, v in verified.items():
             self._drafter.commit(row, _committed(self._drafted.get(row), v.outcome))
-        num_tokens = {row: min(self._policy.speculation_length, v.remaining - 1) for row, v in verified.items()}
+        K = self._policy.speculation_length
+        num_tokens = {row: min(K, v.remaining - 1, self._drafter.room(row)) for row, v in verified.items()}
         self._drafted = self._drafter.draft(num_tokens, self._policy.drafting(Source.SYNCHRONOUS))
         return self._drafted
 
@@ -66,13 +67,19 @@ class CachingSpeculator:
             sources = dict.fromkeys(verified, Source.FIRST)
         else:
             found, sources = self._look_up(verified, self._caches)
-        wanted = {row: min(self._policy.speculation_length, self._remaining[row] - 1) for row in sources}
-        if wanted:
+        if sources:
             drafting = self._policy.drafting(next(iter(sources.values())))
+            K = self._policy.speculation_length
+            wanted = {row: min(K, self._room(row, drafting.proposer)) for row in sources}
             supplied = fall_back(self._policy.fallback, self._drafter, wanted, drafting)
             found |= {row: replace(supplied[row], source=source) for row, source in sources.items()}
-        self._speculations = {row: found[row].first(v.remaining - 1) for row, v in verified.items()}
+        self._speculations = {row: found[row].first(self._room(row, found[row].proposer)) for row in verified}
         return self._speculations
+
+    def _room(self, row: int, proposer: Proposer) -> int:
+        """How many tokens a proposer may propose: the bonus token takes one of those that remain."""
+        room = self._remaining[row] - 1
+        return min(room, self._drafter.room(row)) if proposer is Proposer.DRAFT_MODEL else room
 
     def _look_up(
         self, verified: Mapping[int, Verified], caches: Caches
@@ -93,8 +100,8 @@ class CachingSpeculator:
 
     def prepare(self) -> None:
         """Build the speculation caches for the verification of the speculations just given; none for a row that ends
-        whatever the outcome."""
-        fan_out = {row: self._fan_out(row) for row, remaining in self._remaining.items() if remaining > 1}
+        whatever the outcome, or outgrows the draft model."""
+        fan_out = {row: self._fan_out(row) for row in self._remaining if self._goes_on(row)}
         # Without branches only a hit leaves draft tokens that the draft model never fed.
         building = [row for row, own in fan_out.items() if sum(own) or self._speculations[row].source is Source.HIT]
         self._caches = {row: SpeculationCache() for row in self._remaining}
@@ -102,6 +109,10 @@ class CachingSpeculator:
             drafted = {row: self._speculations[row].tokens for row in building}
             is_needed = self._is_needed if self._policy.on_late_build is LateBuild.ABANDON else None
             self._caches |= self._drafter.build(drafted, fan_out, self._policy.drafting(Source.HIT), is_needed)
+
+    def _goes_on(self, row: int) -> bool:
+        num_drafted = len(self._speculations[row].tokens)
+        return self._remaining[row] > 1 and self._drafter.has_room_to_build(row, num_drafted)
 
     def _fan_out(self, row: int) -> tuple[int, ...]:
         speculation = self._speculations[row]

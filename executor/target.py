@@ -10,10 +10,12 @@ from torch import Tensor
 from executor.draws import Purpose
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
-from executor.sampling import draw, process, stated_probs, verify, verify_greedy
+from executor.sampling import draw, penalised, process, stated_probs, verify, verify_greedy
 from executor.sequence import Request
 from executor.speculation_cache import Speculation
-from sim.trace import Operation, Outcome
+from sim.trace import Operation, Outcome, Source
+
+NOTHING_DRAFTED = Speculation(Source.SYNCHRONOUS)
 
 
 class Target:
@@ -24,18 +26,20 @@ class Target:
         self.model = model
         self.recorder = recorder
         self.num_bad_draft_rows = 0  # draft distributions that were not finite, in all verifications so far
+        self.log_probs: list[list[float]] = []  # by row, of the tokens it was given, where its request asks for them
 
     def prefill(self, requests: Sequence[Request]) -> dict[int, Outcome]:
         """Feed the prompts; each outcome's bonus token is the first token of a text."""
         rows = range(len(requests))
         prompts = [request.prompt for request in requests]
-        self._temperature = requests[0].temperature
+        self._requests = requests
         self._draws = [request.draws() for request in requests]
+        self.log_probs = [[] for _ in requests]
         self.pending = [0] * len(requests)
         self.model.begin(len(requests))
         with self.recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(prompts)):
             logits = self.model.feed(rows, prompts, num_logits=[1] * len(prompts))
-            return {row: self._emit(row, *self._sample(row, logits[row])) for row in rows}
+            return {row: self._emit(row, logits[row], NOTHING_DRAFTED) for row in rows}
 
     def verify(self, speculations: Mapping[int, Speculation]) -> dict[int, Outcome]:
         """One pass over the pending tokens and the speculations of all rows still open, acceptance, roll-back to what
@@ -51,7 +55,7 @@ class Target:
             outcomes = {}
             logits = self.model.feed(rows, fed, widths)
             for row, context, own_logits in zip(rows, contexts, logits, strict=True):
-                outcomes[row] = self._emit(row, *self._sample(row, own_logits, speculations[row]))
+                outcomes[row] = self._emit(row, own_logits, speculations[row])
                 self.model.roll_back(context + 1 + outcomes[row].num_accepted, row)
             return outcomes
 
@@ -64,22 +68,29 @@ class Target:
         self.model.keep(rows)
         self.recorder.at_work(rows[0])
 
-    def _emit(self, row: int, num_accepted: int, bonus_token: int) -> Outcome:
+    def _emit(self, row: int, logits: Tensor, speculation: Speculation) -> Outcome:
+        """(n+1, V) logits of a row, as the model gives them -> what it emits."""
+        request = self._requests[row]
+        own_logits = penalised(logits, request.sampling.repetition_penalty, self.model.texts[row])
+        num_accepted, bonus_token = self._sample(row, own_logits, speculation)
+        if request.log_probs:
+            emitted = torch.tensor([*speculation.tokens[:num_accepted], bonus_token])
+            log_probs = logits[: len(emitted)].double().log_softmax(-1)
+            self.log_probs[row] += log_probs.gather(-1, emitted[:, None])[:, 0].tolist()
         self.pending[row] = bonus_token
         return Outcome(num_accepted, bonus_token)
 
-    def _sample(self, row: int, logits: Tensor, speculation: Speculation | None = None) -> tuple[int, int]:
+    def _sample(self, row: int, logits: Tensor, speculation: Speculation) -> tuple[int, int]:
         """(n+1, V) logits of a row -> number of accepted draft tokens and bonus token."""
-        drafted = speculation.tokens if speculation else ()
-        if self._temperature == 0:
+        drafted, sampling = speculation.tokens, self._requests[row].sampling
+        if sampling.temperature == 0:
             largest, tokens = logits.max(-1)
             self._require_finite(row, largest)
             return verify_greedy(tokens.tolist(), drafted)
-        target_probs = process(logits, self._temperature)
+        target_probs = process(logits, sampling)
         self._require_finite(row, target_probs[:, 0])
         if not drafted:
             return 0, int(draw(target_probs[0], self._uniforms(row, Purpose.BONUS)[0]))
-        assert speculation is not None
         draft_tokens, draft_probs = torch.tensor(drafted), speculation.draft_probs
         if draft_probs is None:
             draft_probs = stated_probs(speculation.proposer, draft_tokens, self.model.vocab_size)

@@ -31,7 +31,7 @@ def measure_interleaved(
     pieces: list[list[list[Trace]]] = [[[] for _ in range(repeats)] for _ in policies]
     for repeat in range(repeats):
         for prompt in range(len(workload.prompts)):
-            single = replace(workload, prompts=workload.prompts[prompt : prompt + 1])
+            single = workload.select([prompt])
             for turn in range(len(policies)):
                 number = (turn + prompt + repeat) % len(policies)
                 pieces[number][repeat].append(execute(policies[number], single, seed + repeat))
@@ -53,7 +53,7 @@ class CompanionRuns:
     def __call__(self) -> None:
         round_, turn = divmod(len(self.traces), len(self._policies))
         prompt = round_ % len(self._workload.prompts)
-        single = replace(self._workload, prompts=self._workload.prompts[prompt : prompt + 1])
+        single = self._workload.select([prompt])
         self.traces.append(self._execute(self._policies[turn], single, self._seed))
 
     def by_policy(self) -> list[Trace]:

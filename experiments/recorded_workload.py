@@ -13,6 +13,7 @@ def recorded_workload(agreement: Agreement) -> Workload:
         dataset=identity["dataset"],
         prompts=tuple((0,) * int(length) for length in agreement.prompt_length),
         max_new_tokens=agreement.max_new_tokens,
-        temperature=agreement.temperature,
         stop_ids=tuple(identity["stop_ids"]),
+        sampling=(agreement.sampling,) * agreement.num_prompts,
+        stop_strings=agreement.stop_strings,
     )

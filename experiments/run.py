@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import product
@@ -96,14 +95,14 @@ def run_experiment(
 def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> Profile:
     """Agreement record, latencies and a few short runs on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
-    few = replace(calibration, prompts=calibration.prompts[: config.profile.trace_prompts])
+    few = calibration.select(range(len(calibration.prompts))[: config.profile.trace_prompts])
     policies = trace_policies(config)
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
         agreement = bench.measure_agreement(calibration, progress)
     # Short runs before and after the latencies, so that they see the drift that these see.
     middle = len(few.prompts) // 2
-    early, late = replace(few, prompts=few.prompts[:middle]), replace(few, prompts=few.prompts[middle:])
+    early, late = few.select(range(middle)), few.select(range(middle, len(few.prompts)))
     runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before")
     with stages.reported("profile: latency of every operation") as progress:
         latency = bench.measure_latency(progress)
@@ -167,7 +166,7 @@ def search_space(config: SearchConfig) -> SearchSpace:
 
 def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> None:
     """Run every policy once, so that no first call of anything is measured."""
-    first = replace(workload, prompts=workload.prompts[:1])
+    first = workload.select([0])
     for policy in policies:
         bench.execute(policy, first, 0)
 

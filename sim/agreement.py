@@ -29,6 +29,7 @@ from sim.ngram import NgramProposals
 from sim.policy import Drafting, Proposer
 from sim.proposal import Proposal, downweighted_mass, downweighted_proposal, plain_proposal, uniform_proposal
 from sim.trace import Source
+from sim.workload import Sampling
 
 SCHEMA = 1
 FloatArray = NDArray[np.float64]
@@ -100,6 +101,16 @@ class Agreement(ABC):
         return float(self.identity["temperature"])
 
     @property
+    def sampling(self) -> Sampling:
+        """The settings that the texts were decoded under; a record without any has the temperature alone."""
+        given = self.identity.get("sampling", [])
+        return Sampling(**given[0]) if given else Sampling(self.temperature)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.identity.get("stop_strings", ()))
+
+    @property
     def max_new_tokens(self) -> int:
         return int(self.identity["max_new_tokens"])
 
@@ -108,8 +119,9 @@ class Agreement(ABC):
 class AgreementRecord(Agreement):
     """One row per generated position of every prompt, n rows in all, ordered by prompt and position.
 
-    Probabilities are those of the processed distributions at the workload's temperature T; at T = 0 they are at
-    temperature 1, and acceptance is decided by the draft's argmax instead. `identity` holds at least `dataset`,
+    Probabilities are those of the distributions that tokens are drawn from, processed as the workload's settings say;
+    at T = 0 they are at temperature 1, and acceptance is decided by the draft's argmax instead. Ranks are those of the
+    logits, under the repetition penalty if there is one. `identity` holds at least `dataset`,
     `temperature`, `stop_ids`, `max_new_tokens`, `target`, `draft`; a filler needs its `vocab_size`, an n-gram the
     `prompt_tokens`, which records of an earlier release lack.
     """
@@ -121,7 +133,7 @@ class AgreementRecord(Agreement):
     position: IntArray  # (n,) 0 is the token that the prefill emits
     token: IntArray  # (n,) the committed token x
     log_p: FloatArray  # (n,) log p(x)
-    log_q: FloatArray  # (n,) log q(x)
+    log_q: FloatArray  # (n,) log q(x), -inf where q cannot give x
     rank: IntArray  # (n,) how many tokens q puts before x
     overlap: FloatArray  # (n,) sum over the vocabulary of min(p, q)
     top_token: IntArray  # (n, M) the M most likely tokens of q, best first
@@ -137,8 +149,9 @@ class AgreementRecord(Agreement):
             values = getattr(self, column)
             if len(values) != num_rows:
                 raise BadInput(f"{name}: {column}", f"must have {num_rows} rows", len(values))
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
-                row = int(np.argwhere(~np.isfinite(values))[0][0])
+            finite = np.isfinite(values) | ((values == -np.inf) & (column == "log_q"))
+            if values.dtype.kind == "f" and not finite.all():
+                row = int(np.argwhere(~finite)[0][0])
                 raise BadInput(f"{name}: {column}, row {row}", "must be finite")
         for column, low, high in _BOUNDS:
             values = getattr(self, column)

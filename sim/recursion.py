@@ -323,8 +323,15 @@ def outcome_hit_mass(
     """
     K = speculation_length
     longest = int(agreement.lengths.max(initial=0))
-    stop_ids = tuple(agreement.identity["stop_ids"])
-    replay = Replay(agreement, Workload("curves", ((0,),), longest, agreement.temperature, stop_ids))
+    workload = Workload(
+        dataset="curves",
+        prompts=((0,),),
+        max_new_tokens=longest,
+        stop_ids=tuple(agreement.identity["stop_ids"]),
+        sampling=(agreement.sampling,),
+        stop_strings=agreement.stop_strings,
+    )
+    replay = Replay(agreement, workload)
     mass = np.zeros((K + 1, max_fan_out + 1))
     for f in range(max_fan_out + 1):
         law = RoundLaw(replay, _law_of(Drafting(proposer, K, (f,) * (K + 1), source, downweight)))

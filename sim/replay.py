@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sim.agreement import Agreement
 from sim.errors import BadInput
 from sim.trace import Source
-from sim.workload import Workload
+from sim.workload import Workload, sampling_to_dict
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -19,11 +19,14 @@ SOURCES = (Source.HIT, Source.MISS)  # sources of SSD rounds that differ; a firs
 
 
 def check_workload(agreement: Agreement, workload: Workload) -> None:
-    """Raises `BadInput` unless the agreement speaks about the workload: same temperature, same stop tokens, and at
-    least as long."""
+    """Raises `BadInput` unless the agreement speaks about the workload: same sampling settings, same stop tokens and
+    strings, and at least as long."""
     if workload.temperature != agreement.temperature:
         rule = f"must equal the temperature of the agreement record, {agreement.temperature}"
         raise BadInput("workload.temperature", rule, workload.temperature)
+    if workload.laws != (agreement.sampling,):
+        rule = f"must be, for all prompts, the settings of the agreement record, {sampling_to_dict(agreement.sampling)}"
+        raise BadInput("workload.sampling", rule, [sampling_to_dict(law) for law in workload.laws])
     if workload.max_new_tokens > agreement.max_new_tokens:
         rule = f"must be <= {agreement.max_new_tokens}, the length of the agreement record"
         raise BadInput("workload.max_new_tokens", rule, workload.max_new_tokens)
@@ -31,13 +34,16 @@ def check_workload(agreement: Agreement, workload: Workload) -> None:
     if set(recorded) != set(workload.stop_ids):
         rule = f"must be {recorded}, those that end the texts of the agreement record"
         raise BadInput("workload.stop_ids", rule, list(workload.stop_ids))
+    if set(agreement.stop_strings) != set(workload.stop_strings):
+        rule = f"must be {list(agreement.stop_strings)}, those that end the texts of the agreement record"
+        raise BadInput("workload.stop_strings", rule, list(workload.stop_strings))
 
 
 class Replay:
     """Tables are (num_prompts, width). `emitted` is the number of tokens before a round, the prefill's included.
 
     The pending token of a round is number `emitted` - 1: both models hold prompt + `emitted` - 1 KV entries before it.
-    Texts end where they were recorded to end, if not at the cap: other stop tokens are refused by `check_workload`.
+    Texts end where they were recorded to end, if not at the cap: other ends are refused by `check_workload`.
     """
 
     def __init__(self, agreement: Agreement, workload: Workload) -> None:

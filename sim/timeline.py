@@ -207,15 +207,18 @@ class Run:
         agreement = self.system.agreement
         prompt = row.luck % agreement.num_prompts
         is_whole = row.length == int(agreement.lengths[prompt])
+        tokens = agreement.text(prompt)[: row.length]
+        stopped = is_whole and bool(agreement.stopped[prompt])
         return DecodedSequence(
             index=row.index,
             prompt_length=int(agreement.prompt_length[prompt]),
-            tokens=agreement.text(prompt)[: row.length],
+            tokens=tokens,
             prefill_start_s=row.admitted_s,
             decode_start_s=row.first_token_s,
             end_s=row.end_s,
-            stopped=is_whole and bool(agreement.stopped[prompt]),
+            stopped=stopped,
             arrival_s=row.arrival_s,
+            stopped_by_string=stopped and tokens[-1] not in agreement.identity["stop_ids"],
         )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from sim.errors import BadInput
 
-SCHEMA = 2
-READABLE = (1, 2)  # schema 1 knew one row and one device a lane; the defaults say so
+SCHEMA = 3
+READABLE = (1, 2, 3)  # 1 knew one row and one device a lane, 2 no stop strings and log-probabilities; defaults say so
 
 
 class Lane(StrEnum):
@@ -46,6 +46,14 @@ class Source(StrEnum):
     HIT = "hit"  # SSD: prepared in the speculation cache
     MISS = "miss"  # SSD: supplied by the fallback after a look-up that failed
     REDRAFTED = "redrafted"  # SSD: prepared, but drafted anew with the rest of the batch; the round is as after a miss
+
+
+class StopReason(StrEnum):
+    """What ended a sequence."""
+
+    STOP_ID = "stop_id"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,9 @@ class Round:
 class Sequence:
     """One decoded prompt. `tokens` includes the first token, which the prefill emits before `decode_start_s`.
 
-    `arrival_s` is when it was asked for: 0 where all requests are there from the beginning.
+    `arrival_s` is when it was asked for: 0 where all requests are there from the beginning. `stopped` says that a stop
+    token or a stop string ended it. `log_probs` are, if asked for, the natural logarithms of the target's probability
+    of each token given all before it, by its logits as they are: at temperature 1, before any processing.
     """
 
     index: int
@@ -118,6 +128,14 @@ class Sequence:
     end_s: float
     stopped: bool
     arrival_s: float = 0.0
+    stopped_by_string: bool = False
+    log_probs: tuple[float, ...] = ()
+
+    @property
+    def stop_reason(self) -> StopReason:
+        if not self.stopped:
+            return StopReason.LENGTH
+        return StopReason.STOP_STRING if self.stopped_by_string else StopReason.STOP_ID
 
     @property
     def num_decoded(self) -> int:
@@ -256,12 +274,14 @@ def _to_table(rows: Iterable[Any], row_type: type) -> Any:
         "float": pa.float64(),
         "bool": pa.bool_(),
         "tuple[int, ...]": pa.list_(pa.int64()),
+        "tuple[float, ...]": pa.list_(pa.float64()),
     }
     schema = pa.schema([(f.name, arrow_types.get(str(f.type), pa.string())) for f in fields(row_type)])
     return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
 
 
 def _from_rows(rows: list[dict[str, Any]], row_type: type) -> list[Any]:
-    enums: dict[str, Any] = {"Lane": Lane, "Operation": Operation, "Source": Source, "tuple[int, ...]": tuple}
-    convert = {f.name: enums[str(f.type)] for f in fields(row_type) if str(f.type) in enums}
+    types: dict[str, Any] = {"Lane": Lane, "Operation": Operation, "Source": Source}
+    types |= {"tuple[int, ...]": tuple, "tuple[float, ...]": tuple}
+    convert = {f.name: types[str(f.type)] for f in fields(row_type) if str(f.type) in types}
     return [row_type(**{k: convert[k](v) if k in convert else v for k, v in row.items()}) for row in rows]

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,11 @@ class HashModel:
     dtype = torch.float64
     attention = "fake"
 
-    def __init__(self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int, own_seed: int = 0, agreement: float = 1.0, max_positions: int = 4096
+    ) -> None:
         self.vocab_size = vocab_size
-        self.max_positions = 4096
+        self.max_positions = max_positions
         self.num_forwards = 0
         self._law = (seed, own_seed, agreement)
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -70,6 +73,7 @@ class HashModel:
     def _fed(self, row: int, tokens) -> torch.Tensor:
         logits = []
         for token in tokens:
+            assert self.length_of(row) < self.max_positions
             self.positions[row].append(self.length_of(row))
             self.texts[row].append(token)
             logits.append(self._logits(row, list(range(self.length_of(row)))))
@@ -85,7 +89,7 @@ class HashModel:
 
     def append_branches(self, rows, tokens, positions, mask) -> torch.Tensor:
         self.num_forwards += 1
-        assert set(rows) <= set(self.kept)
+        assert set(rows) <= set(self.kept) and int(positions.max()) < self.max_positions
         logits = []
         for place, row in enumerate(rows):
             self.texts[row] += tokens[place].tolist()
@@ -145,10 +149,11 @@ class FakePair:
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
+    tokenizer: Any = None
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
 
 
 def serial_runner(target: HashModel, draft: HashModel) -> Runner:
     """Two fakes behind the serial runner's own code."""
-    pair = FakePair(vocab_size=target.vocab_size)
+    pair = FakePair(vocab_size=target.vocab_size, max_positions=min(target.max_positions, draft.max_positions))
     return Runner(pair, "serial", Target(target, Recorder(Lane.TARGET)), SerialDraft(draft), {})

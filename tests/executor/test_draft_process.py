@@ -16,10 +16,10 @@ from executor.execute import execute
 from executor.sequence import Request, Verified
 from sim.policy import Autoregressive, Drafting, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 from tests.executor.tiny_models import prompts
 
-REQUEST = Request(0, (1, 2), 8, 0.0, (), seed=0)
+REQUEST = Request(0, (1, 2), 8, Sampling(), (), seed=0)
 FIRST_TOKEN = {0: Verified(Outcome(0, 1), remaining=7)}
 ROOT = Path(__file__).parents[2]
 POLICY = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
@@ -39,7 +39,7 @@ def drafts(tiny_pair):
 
 def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
     draft = drafts[0]
-    unknown_token = Request(0, (10**6,), 8, 0.0, (), seed=0)
+    unknown_token = Request(0, (10**6,), 8, Sampling(), (), seed=0)
     draft.begin(POLICY, [unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
@@ -51,7 +51,7 @@ def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
 
 def test_a_killed_child_is_noticed(drafts) -> None:
     draft = drafts[1]
-    draft.begin(POLICY, [Request(0, (1, 2), 8, 0.0, (), seed=0)])
+    draft.begin(POLICY, [Request(0, (1, 2), 8, Sampling(), (), seed=0)])
     draft.wait()
     os.kill(draft.process.pid, signal.SIGKILL)
     start_s = time.monotonic()

@@ -21,7 +21,6 @@ from transformers import (
 
 from executor.concurrency import Runner, SerialDraft
 from executor.execute import execute
-from executor.forward_pass import GeneralPass, LlamaPass, forward_pass
 from executor.kv_cache import SlotCache, branch_mask, causal_mask
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
@@ -32,7 +31,7 @@ from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
 from sim.trace import Lane
 from sim.workload import Workload
 from tests.executor.hash_model import FakePair
-from tests.executor.tiny_models import FAMILIES, MAX_POSITIONS, gpt2, llama, mistral, qwen2, tiny
+from tests.executor.tiny_models import FAMILIES, MAX_POSITIONS, llama, mistral, qwen2, tiny
 
 TEXT = [7, 3, 99, 12, 64, 5, 5, 80, 31, 2, 17, 120]
 EXACT = {"rtol": 0.0, "atol": 1e-9}
@@ -199,26 +198,6 @@ def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> N
     monkeypatch.setattr(SlotCache, "roll_back", lambda cache, length, row: None)
     with pytest.raises(BadInput, match="rolled-back"):
         LanguageModel(llama(1, seed=0), name="broken").check()
-
-
-def test_llama_layer_by_layer_equals_its_forward_method() -> None:
-    model = llama(2, seed=0)
-    mask, tokens, positions = causal_mask(12, 0, torch.float64), torch.tensor([TEXT]), torch.arange(12)[None]
-    for wanted in (None, 5, torch.tensor([[3, 11, 0]])):
-        logits = []
-        for one_pass in (GeneralPass, LlamaPass):
-            cache = SlotCache(2, MAX_POSITIONS)
-            cache.aim([0], 12)
-            with torch.inference_mode():
-                logits.append(one_pass(model)(tokens, positions, mask, cache, wanted))
-        assert torch.allclose(*logits, **EXACT)
-
-
-def test_only_a_plain_llama_goes_layer_by_layer() -> None:
-    scaled = llama(1, seed=0, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert isinstance(forward_pass(llama(1, seed=0)), LlamaPass)
-    assert isinstance(forward_pass(scaled), GeneralPass)
-    assert isinstance(forward_pass(gpt2(1, seed=0)), GeneralPass)
 
 
 # ------------------------------------------------------------------------------------------------------------ families

@@ -6,6 +6,7 @@ from executor.draft_service import DraftService
 from executor.sequence import Request, Verified
 from sim.policy import Fallback, LateBuild, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
+from sim.workload import Sampling
 from tests.executor.hash_model import HashModel
 
 VOCAB_SIZE, K = 16, 4
@@ -27,7 +28,7 @@ def build_with(news: ScriptedNews, on_late_build=LateBuild.ABANDON, fallback=Fal
     """A draft that has built beside its first round: its service and the operations of that build."""
     policy = SpeculativeSpeculative(K, (2,) * (K + 1), (2,) * (K + 1), fallback, on_late_build=on_late_build)
     service = DraftService(HashModel(VOCAB_SIZE, 0), interrupted=lambda: True, upcoming=news)
-    service.begin(policy, [Request(0, PROMPT, 30, 0.0, (), seed=0)])
+    service.begin(policy, [Request(0, PROMPT, 30, Sampling(), (), seed=0)])
     answer(service, Outcome(0, 5), remaining=29)
     before = len(service.spans())
     service.prepare()
@@ -90,7 +91,7 @@ def test_the_build_of_a_batch_goes_on_while_a_row_will_use_it(fallback, hits, is
     news = ScriptedNews()
     policy = SpeculativeSpeculative(K, (2,) * (K + 1), (2,) * (K + 1), fallback, on_late_build=LateBuild.ABANDON)
     service = DraftService(HashModel(VOCAB_SIZE, 0), interrupted=lambda: True, upcoming=news)
-    service.begin(policy, [Request(row, (*PROMPT, row), 30, 0.0, (), seed=0) for row in range(2)])
+    service.begin(policy, [Request(row, (*PROMPT, row), 30, Sampling(), (), seed=0) for row in range(2)])
     service.speculate({row: Verified(Outcome(0, 5), 29) for row in range(2)})
     news.silent = 10
     service.prepare()

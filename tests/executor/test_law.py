@@ -13,7 +13,7 @@ from executor.execute import execute
 from executor.sampling import process
 from sim.policy import Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Source
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 from tests.executor.hash_model import HashModel, serial_runner
 
 VOCAB_SIZE = 4
@@ -67,7 +67,7 @@ def p_value(trace) -> float:
         observed[sequence.tokens[:3]] += 1
     probabilities = []
     for text in observed:
-        rows = [process(target.logits_after(PROMPT + text[:n]), 1.0)[text[n]] for n in range(3)]
+        rows = [process(target.logits_after(PROMPT + text[:n]), Sampling(1.0))[text[n]] for n in range(3)]
         probabilities.append(float(torch.stack(rows).prod()))
     expected = torch.tensor(probabilities, dtype=torch.float64) * NUM_SEQUENCES
     counts = torch.tensor(list(observed.values()), dtype=torch.float64)
@@ -94,14 +94,14 @@ def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
     assert p_value(trace) > LEVEL
 
 
-def argmax_with_soft_q(drafter, logits, uniforms, drafting, draft_index):
-    return logits.argmax(-1), process(logits, 1.0)
+def argmax_with_soft_q(drafter, rows, logits, uniforms, drafting, draft_index):
+    return logits.argmax(-1), list(process(logits, Sampling(1.0)))
 
 
-def drawn_from_q_tested_with_another(drafter, logits, uniforms, drafting, draft_index):
+def drawn_from_q_tested_with_another(drafter, rows, logits, uniforms, drafting, draft_index):
     """Draws from q' and hands on q."""
-    tokens, _ = HONEST_SAMPLE(drafter, logits, uniforms, drafting, draft_index)
-    return tokens, process(logits, 1.0)
+    tokens, _ = HONEST_SAMPLE(drafter, rows, logits, uniforms, drafting, draft_index)
+    return tokens, list(process(logits, Sampling(1.0)))
 
 
 def filler_tested_with_a_draft_law(proposer, tokens, vocab_size):

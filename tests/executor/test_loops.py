@@ -278,13 +278,11 @@ def test_draft_logits_that_are_not_finite_are_rejected_and_counted(monkeypatch) 
 
 def test_a_workload_that_does_not_fit_is_refused_before_the_first_token() -> None:
     runner = hash_runner()
-    runner.pair.max_positions = 20
-    assert len(texts(execute(Speculative(4), workload(15), runner))[2]) == 15
-    with pytest.raises(BadInput, match=r"prompt 2 .* must fit the models' 20 positions, got 21"):
-        execute(Speculative(4), workload(16), runner)
-    assert len(texts(execute(ssd(4), workload(10), runner))[2]) == 10
-    with pytest.raises(BadInput, match="look-ahead"):
-        execute(ssd(4), workload(11), runner)
+    runner.target.model.max_positions = 20
+    for policy in (Autoregressive(), Speculative(4), ssd(8)):
+        assert len(texts(execute(policy, workload(15), runner))[2]) == 15
+        with pytest.raises(BadInput, match=r"prompt 2 .* must fit the target's 20 positions, got 21"):
+            execute(policy, workload(16), runner)
     with pytest.raises(BadInput, match="prompt 1: token ids"):
         execute(Autoregressive(), workload(4, [(1,), (VOCAB_SIZE,)]), runner)
 
@@ -321,6 +319,7 @@ def test_a_real_model_that_drafts_for_itself_is_always_accepted(self_serial) -> 
 
 def test_prompts_as_long_as_the_models_allow(self_serial) -> None:
     limit = self_serial.pair.max_positions
-    rules = Workload("test", (prompts(1, limit - 20)[0],), max_new_tokens=15)
+    rules = Workload("test", (prompts(1, limit - 20)[0],), max_new_tokens=20)
     expected = texts(execute(Autoregressive(), rules, self_serial))
-    assert texts(execute(ssd(4), rules, self_serial)) == expected
+    for policy in (Speculative(8), ssd(4), ssd(8)):
+        assert texts(execute(policy, rules, self_serial)) == expected

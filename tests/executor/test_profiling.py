@@ -11,7 +11,7 @@ from executor.sampling import process
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.tiny_models import prompts
 
@@ -36,8 +36,8 @@ def test_every_column_is_what_the_models_say(temperature: float) -> None:
     for sequence, prompt in zip(trace.sequences, TEXTS, strict=True):
         for position, token in enumerate(sequence.tokens):
             text = prompt + sequence.tokens[:position]
-            p = process(target.logits_after(text), temperature or 1.0).numpy()
-            q = process(draft.logits_after(text), temperature or 1.0).numpy()
+            p = process(target.logits_after(text), Sampling(temperature or 1.0)).numpy()
+            q = process(draft.logits_after(text), Sampling(temperature or 1.0)).numpy()
             assert (record.prompt[row], record.position[row]) == (sequence.index, position)
             assert record.token[row] == token
             assert record.log_p[row] == pytest.approx(np.log(p[token]))

@@ -15,6 +15,7 @@ from executor.sampling import (
     verify_greedy,
 )
 from sim.policy import Proposer
+from sim.workload import Sampling
 
 NUM_TRIALS = 200_000  # noise floor of the total variation at four tokens: .0015, worst of 500 .0046
 GATE = 0.01
@@ -115,7 +116,7 @@ def test_down_weighting_shifts_the_residual_to_what_is_prepared() -> None:
 
 def test_down_weighting_takes_the_order_of_the_logits_and_keeps_bad_rows_bad() -> None:
     logits = torch.tensor([[2.0, 2.0, 1.0], [torch.nan, 0.0, 0.0]])
-    weighted = down_weight(process(logits, 1.0), logits, num_tokens=1, factor=0.5)
+    weighted = down_weight(process(logits, Sampling(1.0)), logits, num_tokens=1, factor=0.5)
     assert weighted[0, 0] == pytest.approx(weighted[0, 1].item() / 2)
     assert weighted[0].sum() == pytest.approx(1)
     assert weighted[1].isnan().all()
@@ -260,7 +261,7 @@ def test_disjoint_laws_accept_nothing_even_at_uniform_zero() -> None:
 def test_a_draft_row_that_is_no_distribution_is_rejected_and_p_drawn(bad: float) -> None:
     logits = torch.zeros(4)
     logits[2] = bad
-    draft_row = process(logits, 1.0) if bad != -torch.inf else process(torch.full((4,), bad), 1.0)
+    draft_row = process(logits, Sampling(1.0)) if bad != -torch.inf else process(torch.full((4,), bad), Sampling(1.0))
     assert draft_row.isnan().all()
     p = FIXTURES["one residual token"][0]
     tokens = draw(draft_row, torch.tensor(0.3, dtype=torch.float64)).expand(NUM_TRIALS)
@@ -283,7 +284,7 @@ def test_zero_weights_are_never_drawn() -> None:
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-300, 1e-8, 1e-4, 1.0])
 def test_process_gives_distributions_at_any_temperature(temperature: float) -> None:
     logits = torch.tensor([[3.0, 3.0, -torch.inf, 1.0], [-900.0, 900.0, 0.0, 5.0]])
-    probs = process(logits, temperature)
+    probs = process(logits, Sampling(temperature))
     assert torch.allclose(probs.sum(-1), torch.ones(2, dtype=torch.float64))
     assert probs[0, 2] == 0
     if temperature == 0:
@@ -293,7 +294,7 @@ def test_process_gives_distributions_at_any_temperature(temperature: float) -> N
 def test_greedy_verification_is_verification_of_one_hot_laws() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
-        target, draft = (process(torch.randn(n, 3, generator=generator), 0) for n in (4, 3))
+        target, draft = (process(torch.randn(n, 3, generator=generator), Sampling()) for n in (4, 3))
         tokens = draft.argmax(-1)
         numbers = [torch.rand(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (), ())]
         expected = verify(target, tokens, draft, *numbers)

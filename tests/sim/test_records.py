@@ -200,8 +200,8 @@ def test_a_folder_or_a_foreign_file_is_no_record(tmp_path):
     ("file", "content", "message"),
     [
         ("trace.json", b"{", "trace.json: must be JSON"),
-        ("trace.json", b"[]", "trace.json: schema: must be one of 1, 2"),
-        ("trace.json", b'{"schema": 3}', "trace.json: schema: must be one of 1, 2"),
+        ("trace.json", b"[]", "trace.json: schema: must be one of 1, 2, 3"),
+        ("trace.json", b'{"schema": 4}', "trace.json: schema: must be one of 1, 2, 3"),
         ("spans.parquet", b"noise", "spans.parquet: must be a table of a trace"),
         ("rounds.parquet", None, "rounds.parquet: no such file"),
     ],
