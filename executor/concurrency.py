@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +19,13 @@ import transformers
 from executor.draft_process import ANSWER_TIMEOUT_S, ProcessDraft, pin
 from executor.draft_service import DraftService
 from executor.language_model import LanguageModel
+from executor.observation import DraftWork
 from executor.pairs import DTYPES, Pair
 from executor.recorder import Recorder
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
 from executor.target import Target
 from sim.errors import BadInput
-from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Span
 
 CONCURRENCY_KINDS = ("auto", "processes", "serial")
@@ -38,16 +38,23 @@ class SerialDraft:
         self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
         self._result: Any = None
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        self._service.begin(policy, requests)
+    @property
+    def work(self) -> DraftWork:
+        return self._service.work
+
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
+        self._service.begin(requests)
 
     def wait(self) -> None:
         """`begin` has waited."""
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        speculations = self._service.speculate(verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        speculations = self._service.speculate(question)
         self._service.prepare()
         return speculations
+
+    def take_notice(self) -> None:
+        """What it built is known."""
 
     def spans(self) -> list[Span]:
         return self._service.spans()

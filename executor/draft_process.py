@@ -23,12 +23,13 @@ import torch
 
 from executor.channel import Channel
 from executor.draft_service import DraftService
+from executor.observation import DraftWork
 from executor.pairs import Pair
 from executor.recorder import now_s
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request, Verified
 from executor.speculation_cache import Speculation
 from sim.errors import BadInput, RunFailed
-from sim.policy import Proposer, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Policy, Proposer, SpeculativeSpeculative
 from sim.trace import Outcome, Source, Span
 
 ANSWER_TIMEOUT_S = 6.0  # for what a decoder asks; loading and profiling may take as long as they like
@@ -44,7 +45,8 @@ class ProcessDraft:
     """The draft role in a child process: the child answers outcomes, then builds while the caller verifies.
 
     Every request has a number, which its reply repeats. So a reply that comes late, to a request that nobody waits for
-    any more, is told from the reply to another round, and dropped.
+    any more, is told from the reply to another round, and dropped. A question brings its policy where that is another
+    than before. The end of a build is told, where asked for, by a message that nobody waits for.
     """
 
     def __init__(self, pair: Pair, dtype: str, core: int, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
@@ -60,22 +62,43 @@ class ProcessDraft:
         self._channel = Channel(own_end)
         child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
         self.placement: dict[str, int] = {}
+        self._policy: Policy | None = None  # of the last question
+        self._tells_builds = False
+        self._building: dict[int, DraftWork] = {}  # by number of the question
+        self.work = DraftWork()
 
     def wait_until_loaded(self) -> None:
         """The child has loaded its model; `placement` is what it read back about itself."""
         self.placement = self.result()
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         self._awaited.clear()  # whatever an interrupted run has left
-        self.start("begin", policy, requests)
+        self._policy, self._tells_builds = None, tells_builds
+        self.start("begin", requests)
 
     def wait(self) -> None:
         pickle.loads(self._receive(self._answer_timeout_s))
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        self._send(_ROUND, _pack_verified(verified))
-        body = self._receive(self._answer_timeout_s)
-        return dict(zip(verified, _unpack_speculations(body, len(verified)), strict=True))
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        policy = None if question.policy == self._policy else question.policy
+        self._send(_TOLD_ROUND if self._tells_builds else _ROUND, _pack_question(policy, question.verified))
+        self._policy = question.policy
+        (draft_s,), body = _split(_ANSWER_HEAD, self._receive(self._answer_timeout_s))
+        builds = isinstance(question.policy, SpeculativeSpeculative)
+        self.work = DraftWork(draft_s, build_s=None if builds else 0.0)
+        if builds and self._tells_builds:
+            self._building[self._number] = self.work
+        return dict(zip(question.verified, _unpack_speculations(body, len(question.verified)), strict=True))
+
+    def take_notice(self) -> None:
+        with suppress(EOFError, ConnectionResetError):  # whoever waits for an answer hears of it
+            while (message := self._channel.peek()) is not None and _unpack(message)[0] == _BUILT:
+                self._note_build(*_unpack(self._channel.receive())[1:])
+
+    def _note_build(self, number: int, body: bytes) -> None:
+        (build_s,), _ = _split(_BUILT_BODY, body)
+        if number in self._building:
+            self._building.pop(number).build_s = build_s
 
     def spans(self) -> list[Span]:
         self.start("spans")
@@ -106,7 +129,9 @@ class ProcessDraft:
             if kind == _FAULT:
                 error_type, args = pickle.loads(body)
                 raise error_type(*args)
-            if number == awaited:
+            if kind == _BUILT:
+                self._note_build(number, body)
+            elif number == awaited:
                 return body
 
     def _next_message(self, timeout_s: float | None) -> bytes:
@@ -142,9 +167,12 @@ class ProcessDraft:
 # ----------------------------------------------------------------------------------------------------- the child
 
 DUMP_SIGNAL = signal.SIGUSR1  # a child that gets it writes down where it is
-_ROUND, _CALL, _ANSWER, _FAULT = b"R", b"C", b"A", b"F"
+_ROUND, _TOLD_ROUND, _CALL, _ANSWER, _BUILT, _FAULT = b"R", b"T", b"C", b"A", b"B", b"F"
 _HEAD = struct.Struct("<cq")  # kind of message, number of the request
-_REQUEST = struct.Struct("<4q")  # row, accepted, bonus token, remaining
+_QUESTION = struct.Struct("<q")  # bytes of the pickled policy, 0: as before
+_REQUEST = struct.Struct("<5q")  # row, accepted, bonus token, remaining, tokens since
+_ANSWER_HEAD = struct.Struct("<d")  # seconds of drafting that the target waited for
+_BUILT_BODY = struct.Struct("<d")  # seconds of a build
 _REPLY = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
 _SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
 
@@ -158,10 +186,11 @@ def serve(connection: Connection, pair: Pair, dtype: str, core: int, dump: str) 
     try:
         threads = pin(core)
         model = pair.load("draft", dtype)
-        service = DraftService(model, interrupted=channel.is_ready, upcoming=lambda: _upcoming(channel))
+        questions = _Questions()
+        service = DraftService(model, interrupted=channel.is_ready, upcoming=lambda: questions.upcoming(channel))
         _answer(channel, 0, {"pid": os.getpid(), "core": core, "threads": threads})
         while True:
-            _serve_one(channel, service, channel.receive())
+            _serve_one(channel, service, questions, channel.receive())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BadInput as error:
@@ -171,23 +200,37 @@ def serve(connection: Connection, pair: Pair, dtype: str, core: int, dump: str) 
         _fail(channel, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
 
 
-def _upcoming(channel: Channel) -> dict[int, Outcome] | None:
-    """What the next request brings, see `speculator.Upcoming`."""
-    message = channel.peek()
-    if message is None:
-        return None
-    kind, _, body = _unpack(message)
-    if kind != _ROUND:
-        return {}
-    return {row: verified.outcome for row, verified in _unpack_verified(body).items()}
+class _Questions:
+    """Reads questions; one without a policy has that of the question before."""
+
+    def __init__(self) -> None:
+        self._policy: Policy = Autoregressive()
+
+    def read(self, body: bytes) -> Question:
+        (num_bytes,), rest = _split(_QUESTION, body)
+        if num_bytes:
+            self._policy = pickle.loads(rest[:num_bytes])
+        return Question(self._policy, _unpack_verified(rest[num_bytes:]))
+
+    def upcoming(self, channel: Channel) -> Question | None:
+        """The next request, see `speculator.Upcoming`."""
+        message = channel.peek()
+        if message is None:
+            return None
+        kind, _, body = _unpack(message)
+        return self.read(body) if kind in (_ROUND, _TOLD_ROUND) else Question(self._policy, {})
 
 
-def _serve_one(channel: Channel, service: DraftService, message: bytes) -> None:
+def _serve_one(channel: Channel, service: DraftService, questions: _Questions, message: bytes) -> None:
     kind, number, body = _unpack(message)
-    if kind == _ROUND:
-        speculations = service.speculate(_unpack_verified(body))
-        channel.send(_pack(_ANSWER, number, _pack_speculations(speculations.values())))
+    if kind in (_ROUND, _TOLD_ROUND):
+        speculations = service.speculate(questions.read(body))
+        answer = _ANSWER_HEAD.pack(service.work.draft_s) + _pack_speculations(speculations.values())
+        channel.send(_pack(_ANSWER, number, answer))
+        is_building = service.work.build_s is None
         service.prepare()
+        if is_building and kind == _TOLD_ROUND:
+            channel.send(_pack(_BUILT, number, _BUILT_BODY.pack(service.work.build_s)))
     else:
         method, args, kwargs = pickle.loads(body)
         _answer(channel, number, getattr(service, method)(*args, **kwargs))
@@ -210,17 +253,28 @@ def _unpack(message: bytes) -> tuple[bytes, int, bytes]:
     return (*_HEAD.unpack_from(message), message[_HEAD.size :])
 
 
-def _pack_verified(verified: Mapping[int, Verified]) -> bytes:
-    return b"".join(
-        _REQUEST.pack(row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining) for row, v in verified.items()
-    )
+def _split(head: struct.Struct, body: bytes) -> tuple[tuple[Any, ...], bytes]:
+    return head.unpack_from(body), body[head.size :]
+
+
+def _pack_question(policy: Policy | None, verified: Mapping[int, Verified]) -> bytes:
+    """Without a policy: as before."""
+    pickled = b"" if policy is None else pickle.dumps(policy)
+    parts = [_QUESTION.pack(len(pickled)), pickled]
+    for row, v in verified.items():
+        parts.append(_REQUEST.pack(row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining, len(v.since)))
+        parts.append(np.asarray(v.since, dtype=np.int64).tobytes())
+    return b"".join(parts)
 
 
 def _unpack_verified(body: bytes) -> dict[int, Verified]:
-    return {
-        row: Verified(Outcome(num_accepted, bonus_token), remaining)
-        for row, num_accepted, bonus_token, remaining in _REQUEST.iter_unpack(body)
-    }
+    verified, place = {}, 0
+    while place < len(body):
+        row, num_accepted, bonus_token, remaining, num_since = _REQUEST.unpack_from(body, place)
+        since = np.frombuffer(body, dtype=np.int64, count=num_since, offset=place + _REQUEST.size)
+        verified[row] = Verified(Outcome(num_accepted, bonus_token), remaining, tuple(since.tolist()))
+        place += _REQUEST.size + since.nbytes
+    return verified
 
 
 def _pack_speculations(speculations: Iterable[Speculation]) -> bytes:

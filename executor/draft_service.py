@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
+from executor.observation import DraftWork
 from executor.recorder import Recorder
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
-from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Span
+from executor.speculator import Speculator, Upcoming
+from sim.policy import SpeculativeSpeculative
+from sim.trace import Lane, Operation, Span
 
 
 class DraftService:
@@ -31,22 +32,26 @@ class DraftService:
 
     # ------------------------------------------------------------------------------------------------- decoding
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        """Prefill the prompts of a batch; take the draft's half of `policy`."""
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Prefill the prompts of a batch."""
         self._recorder.begin_batch([request.index for request in requests])
         drafter = Drafter(self.model, self._recorder, requests)
-        self._speculator: Speculator
-        if isinstance(policy, Speculative):
-            self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
-        else:
-            self._speculator = CachingSpeculator(policy, drafter, self._recorder, self._upcoming)
+        self._speculator = Speculator(drafter, self._recorder, self._upcoming)
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        return self._speculator.speculate(verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        """The answer; `work` holds what drafting it took."""
+        before = len(self._recorder.spans)
+        speculations = self._speculator.speculate(question)
+        steps = [span for span in self._recorder.spans[before:] if span.operation is Operation.DRAFT_STEP]
+        builds = isinstance(question.policy, SpeculativeSpeculative)
+        self.work = DraftWork(_seconds(steps), build_s=None if builds else 0.0)
+        return speculations
 
     def prepare(self) -> None:
         """What follows an answer while the target verifies."""
-        self._speculator.prepare()
+        before = len(self._recorder.spans)
+        is_built = self._speculator.prepare()
+        self.work.build_s = _seconds(self._recorder.spans[before:]) if is_built else 0.0
 
     def spans(self) -> list[Span]:
         """The draft's spans of the batch."""
@@ -73,3 +78,8 @@ class DraftService:
 
     def answer(self) -> None:
         """Nothing, at once: ends `keep_busy`."""
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    """From the start of the first to the end of the last."""
+    return spans[-1].end_s - spans[0].start_s if spans else 0.0

@@ -45,6 +45,7 @@ class Drafter:
         self._recorder = recorder
         self._sampling = [request.sampling for request in requests]
         self._draws = [request.draws() for request in requests]
+        self._is_audited = requests[0].audit
         self.committed = [list(request.prompt) for request in requests]
         model.begin(len(requests))
         rows = [row for row, prompt in enumerate(self.committed) if len(prompt) < model.max_positions]
@@ -71,13 +72,18 @@ class Drafter:
         return len(self.committed[row]) + num_drafted < self.model.max_positions
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """Append committed tokens; forget the keys and values of everything that was not committed."""
+        """Append committed tokens; forget the keys and values of everything that was not committed.
+
+        Raises `KvCacheCorrupt` if the batch is audited and something else remains.
+        """
         committed, fed = self.committed[row], self.model.texts[row]
         num_kept = min(len(committed), len(fed))
         committed += tokens
         while num_kept < min(len(fed), len(committed) - 1) and fed[num_kept] == committed[num_kept]:
             num_kept += 1
         self.model.roll_back(num_kept, row)
+        if self._is_audited:
+            self.model.audit(row, committed[:num_kept])
 
     def draft(self, num_tokens: Mapping[int, int], drafting: Drafting) -> dict[int, Speculation]:
         """For each row so many draft tokens one after another. A DRAFT_STEP takes all rows that want one more."""

@@ -1,20 +1,23 @@
-"""Policy + workload + loaded pair -> Trace."""
+"""Decider + workload + loaded pair -> Trace."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
-from executor.loops import Draft, autoregressive, speculative, speculative_speculative
+from executor.forced import ForcedTarget
+from executor.loops import Choose, Draft, autoregressive, speculative
+from executor.observation import Observer
 from executor.sequence import NewTokens, OpenBatch, Request
 from executor.target import Target
+from sim.decider import Chooser, Decider
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
-from sim.trace import Sequence, Trace
+from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
+from sim.trace import FORCED, Sequence, Trace
 from sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def execute(
-    policy: Policy,
+    decider: Decider,
     workload: Workload,
     runner: Runner,
     seed: int = 0,
@@ -31,6 +34,8 @@ def execute(
     on_tokens: Callable[[NewTokens], None] | None = None,
     *,
     log_probs: bool = False,
+    forced_acceptance: Iterable[int] | None = None,
+    audit: bool = False,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -41,28 +46,54 @@ def execute(
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
 
+    `decider` is a policy, a table by the number of rows still open, or an adaptive choice, which starts without any
+    past and is told of every row of every round with its times; the trace names the policy of every round. What was
+    prepared under one SSD policy is verified under the next one (`executor.speculator`).
+
     `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
     what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
 
-    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
-    lists the prompts that leave the draft model no room at all.
+    `forced_acceptance` is a cycle of accept counts, one a round, instead of verification: a run of known rounds to
+    profile, whose text is no generation. The trace's policy says so, and comparisons refuse it (`ForcedTarget`).
 
-    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know.
+    With `audit` both KV caches are compared with a fresh pass over the committed tokens after every round, which takes
+    its time; one that holds anything else ends the run with `KvCacheCorrupt` (a draft process with `DraftFailed`).
+
+    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["num_without_draft"]`
+    counts the prompts that leave the draft model no room at all.
+
+    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know, or
+    if policies follow one another that cannot.
     """
-    check_room(policy, workload, runner)
-    trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+    chooser = Chooser(decider)
+    observer = None if chooser.controller is None else Observer(chooser.controller)
+    for policy in policies_of(decider):
+        check_room(policy, workload, runner)
+    trace = Trace(policy=decider.to_dict(), workload=workload.identity())
+    target = runner.target
+    if forced_acceptance is not None:
+        counts = tuple(forced_acceptance)
+        target, trace.policy = ForcedTarget(target, counts), trace.policy | {FORCED: list(counts)}
     draft: Draft = runner.draft
     expendable = ExpendableDraft(draft)
     if on_draft_failure not in list(OnDraftFailure):
         raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
-    num_bad_rows_before = runner.target.num_bad_draft_rows
-    asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
+    num_bad_rows_before = target.num_bad_draft_rows
+    asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
+    role = draft if observer is not None or any(p.speculation_length for p in policies_of(decider)) else None
+
+    def choose(num_rows: int) -> Policy:
+        policy = chooser.at(num_rows)
+        if observer is not None:  # only a controller has policies that nobody knows before
+            check_room(policy, workload, runner)
+        return policy
+
     for start in range(0, len(asked), workload.batch_size):
         batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
-        sequences = _decode(policy, batch, runner.target, draft, trace)
+        sequences = _decode(choose, batch, target, role, observer, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -72,16 +103,16 @@ def execute(
         "identity": runner.identity(),
         "seed": seed,
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
-        "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
+        "num_bad_draft_rows": target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
-        "without_draft": [] if isinstance(policy, Autoregressive) else _beyond_the_draft(workload, runner),
+        "num_without_draft": 0 if role is None else _beyond_the_draft(workload, runner),
     }
     return trace
 
 
-def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
-    """The prompts that fill the draft's positions."""
-    return [index for index, prompt in enumerate(workload.prompts) if len(prompt) >= runner.pair.max_positions]
+def _beyond_the_draft(workload: Workload, runner: Runner) -> int:
+    """How many prompts fill the draft's positions."""
+    return sum(len(prompt) >= runner.pair.max_positions for prompt in workload.prompts)
 
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
@@ -108,6 +139,13 @@ def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False)
     return runner.pair.tokenizer
 
 
+def policies_of(decider: Decider) -> tuple[Policy, ...]:
+    """Those that are known before the run: none of an adaptive choice."""
+    if isinstance(decider, PolicyTable):
+        return tuple(policy for _, policy in decider.entries)
+    return (decider,) if isinstance(decider, Policy) else ()
+
+
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
     """Every position that a text may have must exist in the target; the policy must be one that the executor runs.
 
@@ -131,13 +169,19 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
-    """Decode the sequences of a batch; their spans and rounds go into the trace."""
+def _decode(
+    choose: Choose, batch: OpenBatch, target: Target, draft: Draft | None, observer: Observer | None, trace: Trace
+) -> list[Sequence]:
+    """Decode the sequences of a batch; their spans and rounds go into the trace. Without a draft by AR."""
     recorder = target.recorder
     recorder.begin_batch([request.index for request in batch.requests])
     if batch.requests[0].max_new_tokens > 0:
-        _run_loop(policy, batch, target, draft)
-        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
+        if draft is None:
+            autoregressive(choose, batch, target)
+            spans = recorder.spans
+        else:
+            speculative(choose, batch, target, draft, observer)
+            spans = recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
     end_s = {r.sequence: r.end_s for r in recorder.rounds}
@@ -155,13 +199,3 @@ def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trac
         )
         for row, sequence in enumerate(batch.sequences)
     ]
-
-
-def _run_loop(policy: Policy, batch: OpenBatch, target: Target, draft: Draft) -> None:
-    match policy:
-        case Autoregressive():
-            autoregressive(batch, target)
-        case Speculative():
-            speculative(policy, batch, target, draft)
-        case SpeculativeSpeculative():
-            speculative_speculative(policy, batch, target, draft)

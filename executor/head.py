@@ -32,7 +32,7 @@ class Head:
         ids = torch.arange(num_rows) if token_ids is None else torch.as_tensor(token_ids, dtype=torch.long)
         if ids.shape != (num_rows,):
             raise BadInput(f"{name}: token_ids", f"must hold one id for each of the head's {num_rows} rows", len(ids))
-        if int(ids.min()) < 0 or len(ids.unique()) < num_rows:
+        if token_ids is not None and (int(ids.min()) < 0 or len(ids.unique()) < num_rows):
             raise BadInput(f"{name}: token_ids", "must be different ids >= 0", "a repeated or negative one")
         self.vocab_size = vocab_size
         is_cut = (ids >= vocab_size) | torch.isin(ids, torch.tensor(list(unused_ids), dtype=torch.long))

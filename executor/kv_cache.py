@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from sim.errors import RunFailed
+
 MOST_TOKENS_CUT = 16  # wider blocks, prompts for example, are rare
+
+
+class KvCacheCorrupt(RunFailed):
+    """A KV cache does not hold what the text says, see `LanguageModel.audit`."""
 
 
 class SlotCache(Cache):
@@ -67,6 +73,11 @@ class SlotCache(Cache):
         self._keys.move(row, place, length)
         self._values.move(row, place, length)
 
+    def entries(self, row: int) -> tuple[Tensor, Tensor]:
+        """(layers, heads, length, head_dim) keys and values of the row's slots in use. Something must be cached."""
+        length = self.lengths[row]
+        return self._keys.of_row(row, length), self._values.of_row(row, length)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
@@ -115,10 +126,10 @@ class _Slots:
 
     def _cut(self, slots: Tensor) -> None:
         aim = self._aim
-        rows = slots[:, : aim.num_rows] if aim.rows is None else slots
-        self._visible = rows[:, :, :, : aim.end].unbind()
+        rows = slots if aim.rows is not None else slots.narrow(1, 0, aim.num_rows)
+        self._visible = rows.narrow(3, 0, aim.end).unbind()
         if aim.slots is None:
-            self._written = rows[:, :, :, aim.start : aim.end].unbind()
+            self._written = rows.narrow(3, aim.start, aim.end - aim.start).unbind()
 
     def _grown(self, states: Tensor) -> Tensor:
         """Room for the pass, what was there kept."""
@@ -134,6 +145,11 @@ class _Slots:
         """Copy the first slots of a row to the place of another."""
         if self._slots is not None:
             self._slots[:, place, :, :num_slots] = self._slots[:, row, :, :num_slots]
+
+    def of_row(self, row: int, num_slots: int) -> Tensor:
+        """(layers, heads, num_slots, head_dim)."""
+        assert self._slots is not None
+        return self._slots[:, row, :, :num_slots]
 
 
 def causal_mask(num_tokens: int, context: int, dtype: torch.dtype) -> Tensor:

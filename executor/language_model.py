@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from executor.forward_pass import forward_pass
 from executor.head import Head
-from executor.kv_cache import CausalMasks, SlotCache, branch_mask, ragged_mask
+from executor.kv_cache import CausalMasks, KvCacheCorrupt, SlotCache, branch_mask, ragged_mask
 from sim.errors import BadInput
 
 
@@ -196,6 +196,30 @@ class LanguageModel:
         self._cache.aim(places, tokens.shape[1])
         return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
 
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    @property
+    def _tolerance(self) -> float:
+        """Of numbers about 1 that two kinds of pass compute."""
+        return max(1e-4, 16 * torch.finfo(self.dtype).eps)
+
+    def audit(self, row: int, text: Sequence[int]) -> None:
+        """Raises `KvCacheCorrupt` unless the row's cache holds exactly the ids `text`, as one fresh pass over them
+        leaves them: the same keys and values, which depend on everything before them and on their positions."""
+        if self.texts[row] != list(text) or self.length_of(row) != len(text):
+            found = f"{self.length_of(row)} slots of {self.texts[row]}"
+            raise KvCacheCorrupt(f"{self.name}: the KV cache of row {row} holds {found} instead of {list(text)}")
+        if not text:
+            return
+        fresh = self.with_rows(1)
+        fresh.append(text, num_logits=1)
+        for held, expected in zip(self._cache.entries(self._place[row]), fresh._cache.entries(0), strict=True):
+            difference = (held - expected).abs().amax((0, 1, 3))
+            if not difference.max() <= self._tolerance * max(1.0, float(expected.abs().max())):
+                slot = int(difference.argmax())
+                rule = f"slot {slot} differs by {float(difference[slot]):.2g} from a fresh pass"
+                raise KvCacheCorrupt(f"{self.name}: the KV cache of row {row} is wrong: {rule}")
+
     def check(self) -> None:
         """Self-test at load, on two rows of different lengths: every kind of pass gives the logits of plain passes
         without a cache, also after a roll-back. The cache is empty afterwards.
@@ -203,14 +227,12 @@ class LanguageModel:
         Raises `BadInput` where it does not: a state that cannot be rolled back, a mask or positions that are ignored.
         """
         text = [(7 * i + 1) % self.vocab_size for i in range(6)]
-        other = [*text[:3], text[0]]
         try:
-            plain, plain_other = self._plain(text), self._plain(other)
-            compared = [*self._checked_alone(text, plain), *self._checked_rows(text, plain, plain_other)]
+            plain = self._plain(text)
+            compared = [*self._checked_alone(text, plain), *self._checked_rows(text, plain)]
         except Exception as error:
             raise BadInput(self.name, f"must be a causal LM whose cache can be replaced ({error!r})") from error
-        tolerance = max(1e-4, 16 * torch.finfo(self.dtype).eps)
-        scale = tolerance * max(1.0, plain[plain.isfinite()].abs().max().item())
+        scale = self._tolerance * max(1.0, plain[plain.isfinite()].abs().max().item())
         for logits, expected in compared:
             difference = torch.where(logits == expected, 0.0, logits - expected).abs().max().item()
             if not difference <= scale:
@@ -229,20 +251,18 @@ class LanguageModel:
         alone.roll_back(1)
         yield alone.append(text[1:]), plain[1:]
 
-    def _checked_rows(self, text: list[int], plain: Tensor, plain_other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _checked_rows(self, text: list[int], plain: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of logits to be equal: two rows padded on the right, then two branches of each."""
         both = self.with_rows(2)
         rows = both.feed([0, 1], [text[:5], text[:2]], [5, 2])
         both.roll_back(2, row=0)
         again = both.feed([0, 1], [text[2:3], text[2:5]], [1, 3])
         num_slots = both.level([0, 1])
-        starts = torch.tensor([[3, 3], [5, 3]])  # the prefix that a branch sees
-        tokens = torch.tensor([[text[3], text[0]], [text[5], text[0]]])
-        mask = branch_mask(starts, num_slots, 1, self.dtype)
-        branches = both.append_branches([0, 1], tokens, starts, mask)
+        starts = torch.tensor([[3, 2], [5, 3]])  # how much of the text a branch sees
+        tokens = torch.tensor(text)[starts]
+        branches = both.append_branches([0, 1], tokens, starts, branch_mask(starts, num_slots, 1, self.dtype))
         yield from zip((*rows, *again), (plain[:5], plain[:2], plain[2:3], plain[2:5]), strict=True)
-        yield branches[0], torch.stack([plain[3], plain_other[3]])
-        yield branches[1], torch.stack([plain[5], plain_other[3]])
+        yield branches, plain[starts]
 
 
 def _max_positions(name: str, config: PreTrainedConfig) -> int:

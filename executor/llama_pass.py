@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -52,9 +52,10 @@ class LlamaPass:
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Cache, wanted: int | Tensor | None
     ) -> Tensor:
-        cos, sin = embedding(positions, self._rotations)[:, :, None].chunk(2, -1)
+        rotations = self._rotations.index_select(0, positions.flatten())
+        cos, sin = rotations.view(*tokens.shape, 1, -1).chunk(2, -1)
         shared = _Shared(tokens.shape, cos, sin, mask, cache)
-        hidden = embedding(tokens.flatten(), self._embedding)
+        hidden = self._embedding.index_select(0, tokens.flatten())
         for layer in self._layers:
             hidden = layer(hidden, shared)
         hidden = hidden.view(*tokens.shape, -1)
@@ -108,7 +109,7 @@ class _Layer:
         gathered = scaled_dot_product_attention(
             queries, keys, values, shared.mask, scale=self._scale, enable_gqa=self._shares_keys
         )
-        return gathered.transpose(1, 2).reshape(len(hidden), -1)
+        return gathered.transpose(1, 2).reshape(hidden.shape[0], -1)
 
     def _rotate(self, heads: Tensor, shared: _Shared) -> Tensor:
         """Rotary position embedding of (rows, n, heads, head_dim) queries and keys."""

@@ -18,6 +18,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_emitted: int
     context: int
+    policy: str
 
 
 class Recorder:
@@ -53,8 +54,15 @@ class Recorder:
         start_s, self.end_s = self.end_s, time.perf_counter()
         for r in rows:
             counts = (r.num_drafted, r.num_accepted, r.num_emitted, r.context)
-            self.rounds.append(Round(self.sequences[r.row], self.round, r.source, *counts, start_s, self.end_s))
+            times = (start_s, self.end_s)
+            self.rounds.append(Round(self.sequences[r.row], self.round, r.source, *counts, *times, r.policy))
         self.round += 1
+
+    def last_round(self) -> tuple[list[Round], float]:
+        """The round that ended last, of every row, and how long its verification took."""
+        index = self.rounds[-1].index
+        rounds = [r for r in self.rounds[-len(self.sequences) :] if r.index == index]
+        return rounds, self.spans[-1].duration_s
 
     def span(self, operation: Operation, num_tokens: int, contexts: Sequence[int]) -> _OpenSpan:
         """Context manager: its body is one operation on `num_tokens` tokens of rows with these contexts."""

@@ -24,7 +24,8 @@ def generate(runner: Runner, workload: Workload) -> Trace:
     """Greedy texts of the target by `generate`, as a trace without rounds and times.
 
     Texts are cut behind the first token that completes a stop string in the generated text; `generate`'s own criterion
-    would find strings that begin in the prompt, too. Raises `BadInput` at temperature > 0, where only the law of the
+    would find strings that begin in the prompt, too. Ids that are not the pair's, which it could emit, are suppressed.
+    Raises `BadInput` at temperature > 0, where only the law of the
     texts is the same.
     """
     if workload.temperature > 0:
@@ -56,6 +57,7 @@ def _generate(runner: Runner, workload: Workload, indices: list[int]) -> list[li
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=workload.max_new_tokens,
             do_sample=False,
+            suppress_tokens=runner.target.model.head.cut_rows or None,
             repetition_penalty=float(workload.sampling_of(indices[0]).repetition_penalty),
             eos_token_id=list(workload.stop_ids) or None,
             pad_token_id=0,

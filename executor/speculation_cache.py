@@ -40,7 +40,10 @@ class SpeculationCache:
 
     def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
         self._branch = {outcome: branch for branch, outcome in enumerate(outcomes)}
-        self._steps = steps
+        self._has_steps = bool(steps)
+        # What a hit would wait for is done now, beside the verification.
+        self._tokens = torch.stack([tokens for tokens, _ in steps], -1).tolist() if steps else [()] * len(outcomes)
+        self._probs = [probs for _, probs in steps if probs is not None]
 
     def __len__(self) -> int:
         return len(self._branch)
@@ -48,9 +51,13 @@ class SpeculationCache:
     def __contains__(self, outcome: Outcome) -> bool:
         return outcome in self._branch
 
+    @property
+    def is_built(self) -> bool:
+        """Whether it holds speculations."""
+        return bool(self._branch) and self._has_steps
+
     def take(self, outcome: Outcome) -> Speculation:
         """The prepared speculation of an outcome that is in the cache; it is forgotten."""
         branch = self._branch.pop(outcome)
-        tokens = tuple(int(step_tokens[branch]) for step_tokens, _ in self._steps)
-        rows = [step_probs[branch] for _, step_probs in self._steps if step_probs is not None]
-        return Speculation(Source.HIT, tokens, torch.stack(rows) if rows else None)
+        rows = [probs[branch] for probs in self._probs]
+        return Speculation(Source.HIT, tuple(self._tokens[branch]), torch.stack(rows) if rows else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -109,8 +110,8 @@ class Target:
         return self._draws[row].uniforms(purpose, self.recorder.round, num)
 
     def _require_finite(self, row: int, values: Tensor) -> None:
-        finite = values.isfinite()
-        if not finite.all():
-            position = self.model.length_of(row) - len(values) + int(finite.long().argmin()) + 1
+        finite = [math.isfinite(value) for value in values.tolist()]
+        if not all(finite):
+            position = self.model.length_of(row) - len(finite) + finite.index(False) + 1
             where = f"sequence {self.recorder.sequences[row]}, position {position}"
             raise FloatingPointError(f"{where}: the target's logits are not finite")

@@ -44,6 +44,7 @@ class Bench:
             max_new_tokens=rules.max_new_tokens,
             temperature=rules.temperature,
             stop_ids=pair.stop_ids if rules.stop_at_end_of_text else (),
+            batch_size=rules.batch_size,
         )
 
     def check_runs(self, policy: Policy, workload: Workload) -> None:
@@ -52,11 +53,11 @@ class Bench:
 
         check_runs(policy, workload)
 
-    def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
+    def execute(self, policy: Policy, workload: Workload, seed: int, *, on_draft_failure: str = "raise") -> Trace:
         """Decode the workload for real."""
         from executor.execute import execute
 
-        return execute(policy, workload, self.runner, seed)
+        return execute(policy, workload, self.runner, seed, on_draft_failure=on_draft_failure)
 
     def measure_agreement(self, workload: Workload, progress: Progress) -> AgreementRecord:
         """The target's own texts on the workload, scored by both models."""
@@ -75,6 +76,7 @@ class Bench:
             settings.branch_counts,
             settings.contexts,
             self.config.workload.temperature,
+            self.config.workload.batch_size,
         )
         budget_s = settings.latency_budget_s
         return measure_latency(self.runner, grid, budget_s, self.config.seed, progress=progress).samples

@@ -55,6 +55,9 @@ PolicyText = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
 ]
+Rows = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
@@ -87,13 +90,14 @@ def profile(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
+    batch_size: Rows = None,
     reduced: Reduced = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
     from experiments.output import output_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
     out = out or Path("out") / f"{config.name}-profile"
     with output_folder(out, overwrite=overwrite) as folder:
         from experiments.bench import open_bench
@@ -172,7 +176,7 @@ def search(
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_assumptions(plan.assumptions)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan))
+    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan.workload, plan.system))
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
         infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
@@ -245,6 +249,7 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
+    batch_size: Rows = None,
     reduced: Reduced = False,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
@@ -256,7 +261,7 @@ def run(
     from experiments.config import load_config
     from experiments.output import output_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
     console = _console(as_json=as_json)

@@ -16,6 +16,7 @@ from typing import Any
 
 from sim.errors import BadInput
 
+FORCED = "forced_acceptance"  # in a trace's policy: the accept counts that its rounds were given
 SCHEMA = 3
 READABLE = (1, 2, 3)  # 1 knew one row and one device a lane, 2 no stop strings and log-probabilities; defaults say so
 
@@ -93,7 +94,8 @@ class Round:
     """One verification, from the moment its speculation is asked for to the moment its outcome is known.
 
     `num_emitted` counts committed tokens: accepted ones plus the bonus token, except where a stop token among the
-    accepted ones ended the sequence, where nothing after it counts anywhere.
+    accepted ones ended the sequence, where nothing after it counts anywhere. `policy` names the policy that the round
+    ran under; it is empty in traces of earlier releases.
     """
 
     sequence: int
@@ -105,6 +107,7 @@ class Round:
     context: int
     start_s: float
     end_s: float
+    policy: str = ""
 
     @property
     def was_rejected(self) -> bool:
@@ -166,6 +169,12 @@ class Trace:
         rows: list[Any] = [[s.index, list(s.tokens)] for s in self.sequences]
         rows += [[r.sequence, r.index, r.source, r.num_drafted, r.num_accepted, r.num_emitted] for r in self.rounds]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def require_generation(self) -> None:
+        """Raises `BadInput` if the accept counts were forced: then the text says nothing, and the rates are chosen."""
+        if FORCED in self.policy:
+            rule = "must be a generation, not a run whose accept counts were forced"
+            raise BadInput("trace", rule, self.policy[FORCED])
 
     def verified_together(self) -> Iterator[list[Round]]:
         """The rounds of every verification of more than one row. Raises `BadInput` if they are not all there."""
@@ -231,6 +240,9 @@ class Trace:
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in enumerate(names)
         ]
+        if FORCED in self.policy:
+            name = f"NO GENERATION: accept counts forced to {', '.join(map(str, self.policy[FORCED]))}, again and again"
+            events.append({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}})
 
         def add(name: str, track: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
             event = {"name": name, "ph": "X", "pid": 0, "tid": names.index(track), "args": args}
@@ -238,7 +250,7 @@ class Trace:
 
         for r in self.rounds:
             name = f"{r.source.value}: {r.num_accepted}/{r.num_drafted} accepted"
-            args = {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted}
+            args = {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted, "policy": r.policy}
             add(name, _numbered("rounds", row_of.get(r.sequence, 0)), r.start_s, r.end_s, args)
         for s in self.spans:
             args = {"sequence": s.sequence, "round": s.round, "num_tokens": s.num_tokens, "context": s.context}

@@ -76,7 +76,8 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
         "engines": [
             {
                 "name": "AR",
-                "exact_tokens_per_s": 100.0,
+                "engine": "exact",
+                "tokens_per_s": 100.0,
                 "des_tokens_per_s": 101.0,
                 "standard_error": 0.5,
                 "relative_difference": 0.01,
@@ -95,6 +96,7 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
 MANIFEST = {
     "date": "2000-01-01",
     "identity": {"pair": "toy", "threads": {"target": 1}},
+    "workload": {"batch_size": 1},
     "settings": {"name": "trial", "workload": {"temperature": 0.0}},
     "durations_s": {"search": 1.25},
 }

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from executor.concurrency import Runner, SerialDraft
+from executor.kv_cache import KvCacheCorrupt
 from executor.recorder import Recorder
 from executor.target import Target
 from sim.trace import Lane
@@ -98,6 +99,10 @@ class HashModel:
             visible = [torch.nonzero(own == 0).flatten().tolist() for own in mask[place, 0]]
             logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
         return torch.stack(logits)
+
+    def audit(self, row: int, text) -> None:
+        if self.texts[row] != list(text) or self.positions[row] != list(range(len(text))):
+            raise KvCacheCorrupt(f"row {row} holds {self.texts[row]} instead of {list(text)}")
 
     def roll_back(self, length: int, row: int = 0) -> None:
         if not 0 <= length <= self.length_of(row):

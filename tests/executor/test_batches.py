@@ -34,8 +34,8 @@ def audited(monkeypatch):
     num_checks = {"target": 0, "draft": 0}
     verify, commit = executor.loops._verify, Drafter.commit
 
-    def audited_verify(target, speculations, batch):
-        outcomes = verify(target, speculations, batch)
+    def audited_verify(target, policy, speculations, batch):
+        outcomes = verify(target, policy, speculations, batch)
         for row in batch.rows:
             sequence = batch.sequences[row]
             assert target.model.texts[row] == [*sequence.request.prompt, *sequence.tokens[:-1]]

@@ -13,7 +13,7 @@ from executor import draft_process
 from executor.concurrency import open_runner
 from executor.draft_process import DraftFailed, ProcessDraft
 from executor.execute import execute
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request, Verified
 from sim.policy import Autoregressive, Drafting, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source
 from sim.workload import Sampling, Workload
@@ -40,24 +40,24 @@ def drafts(tiny_pair):
 def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
     draft = drafts[0]
     unknown_token = Request(0, (10**6,), 8, Sampling(), (), seed=0)
-    draft.begin(POLICY, [unknown_token])
+    draft.begin([unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
     with pytest.raises(DraftFailed, match="died"):
-        draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
+        draft.speculate(Question(POLICY, {0: Verified(Outcome(0, 1), remaining=4)}))
     draft.process.join(10)
     assert not draft.process.is_alive()
 
 
 def test_a_killed_child_is_noticed(drafts) -> None:
     draft = drafts[1]
-    draft.begin(POLICY, [Request(0, (1, 2), 8, Sampling(), (), seed=0)])
+    draft.begin([Request(0, (1, 2), 8, Sampling(), (), seed=0)])
     draft.wait()
     os.kill(draft.process.pid, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match="died with exit code -9"):
         for _ in range(3):
-            draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
+            draft.speculate(Question(POLICY, {0: Verified(Outcome(0, 1), remaining=4)}))
     assert time.monotonic() - start_s < 10
 
 
@@ -71,11 +71,11 @@ class HangingPolicy(Speculative):
 
 def test_a_hanging_child_is_ended_and_says_where_it_hangs(drafts) -> None:
     draft = drafts[2]
-    draft.begin(HangingPolicy(3), [REQUEST])
+    draft.begin([REQUEST])
     draft.wait()
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match=r"(?s)has not answered for 1.0 s.*test_draft_process\.py.* in drafting"):
-        draft.speculate(FIRST_TOKEN)
+        draft.speculate(Question(HangingPolicy(3), FIRST_TOKEN))
     assert time.monotonic() - start_s < 10
     draft.process.join(5)
     assert not draft.process.is_alive()
@@ -85,14 +85,15 @@ def test_replies_that_nobody_waits_for_are_dropped_and_a_stopped_child_is_ended(
     draft = drafts[3]
     speculations = []
     for num_left_open in range(3):
-        draft.begin(POLICY, [REQUEST])
+        draft.begin([REQUEST])
         draft.wait()
-        speculations.append(draft.speculate(FIRST_TOKEN)[0].tokens)
+        speculations.append(draft.speculate(Question(POLICY, FIRST_TOKEN))[0].tokens)
         for token in range(num_left_open):  # the caller is interrupted before it has read the reply
-            draft._send(draft_process._ROUND, draft_process._pack_verified({0: Verified(Outcome(0, token), 3)}))
+            question = draft_process._pack_question(None, {0: Verified(Outcome(0, token), 3)})
+            draft._send(draft_process._ROUND, question)
     assert len(set(speculations)) == 1 and len(speculations[0]) == 4
     os.kill(draft.process.pid, signal.SIGSTOP)
-    draft.begin(POLICY, [REQUEST])
+    draft.begin([REQUEST])
     with pytest.raises(DraftFailed, match="did not say where"):
         draft.wait()
     draft.process.join(5)

@@ -10,7 +10,7 @@ from executor.pairs import load_pair
 from executor.reference import generate
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 
 POLICIES: list[Policy] = [
     Autoregressive(),
@@ -35,5 +35,22 @@ def test_the_packaged_pair_gives_the_texts_of_generate() -> None:
                 got = execute(policy, workload, runner)
                 assert [s.tokens for s in got.sequences] == expected, policy.name
         assert [s.stopped for s in got.sequences] == [s.stopped for s in stopped.sequences]
-        with pytest.raises(BadInput, match="temperature"):
-            generate(runner, Workload("stdlib", prompts, 4, temperature=1.0))
+        check_penalties_and_strings(runner, prompts, texts)
+        for rules in ({"temperature": 1.0}, {"sampling": (Sampling(),) * 6 + (Sampling(0.5),)}):
+            with pytest.raises(BadInput, match="temperature"):
+                generate(runner, Workload("stdlib", prompts, 4, **rules))
+
+
+def check_penalties_and_strings(runner, prompts, texts) -> None:
+    """Penalties that differ by prompt, and stop strings from the middle of texts."""
+    penalties = tuple(Sampling(repetition_penalty=p) for p in (1.0, 1.2, 1.2, 0.9, 1.2, 1.5, 1.0))
+    decoded = [runner.pair.tokenizer.decode(text) for text in texts]
+    rules = Workload(
+        "stdlib", prompts, 40, stop_ids=(texts[0][30],), sampling=penalties, stop_strings=(decoded[0][20:23], "):\n")
+    )
+    expected = generate(runner, rules).sequences
+    assert {"stop_string", "length"} <= {s.stop_reason for s in expected}
+    assert [s.tokens for s in expected] != [text[: len(s.tokens)] for text, s in zip(texts, expected, strict=True)]
+    for policy in POLICIES[1:3]:
+        got = execute(policy, rules, runner).sequences
+        assert [(s.tokens, s.stop_reason) for s in got] == [(s.tokens, s.stop_reason) for s in expected], policy.name

@@ -1,0 +1,34 @@
+"""Scripted accept counts: rounds of a known shape, for profiling without the noise of acceptance. No generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from executor.speculation_cache import Speculation
+from executor.target import NOTHING_DRAFTED, Target
+from sim.errors import BadInput, require_count
+
+
+class ForcedTarget(Target):
+    """A target that accepts in round r `accept_counts[r modulo their number]` draft tokens of every row, or all that
+    were drafted if they are fewer. The bonus token is its own, drawn after those; the prefill is as ever.
+
+    Whatever the draft proposed is committed, so the text follows no law of the target.
+    """
+
+    def __init__(self, target: Target, accept_counts: Sequence[int]) -> None:
+        super().__init__(target.model, target.recorder)
+        self._accept_counts = tuple(require_count("forced_acceptance", count, 0) for count in accept_counts)
+        if not self._accept_counts:
+            raise BadInput("forced_acceptance", "must hold at least one accept count")
+
+    def _sample(self, row: int, logits: Tensor, speculation: Speculation) -> tuple[int, int]:
+        if self.recorder.round < 0:
+            return super()._sample(row, logits, speculation)
+        self._require_finite(row, logits.max(-1).values)
+        count = self._accept_counts[self.recorder.round % len(self._accept_counts)]
+        num_accepted = min(count, len(speculation.tokens))
+        _, bonus_token = super()._sample(row, logits[num_accepted : num_accepted + 1], NOTHING_DRAFTED)
+        return num_accepted, bonus_token
