@@ -3,7 +3,9 @@
     load_pair(name_or_path) -> Pair                                    no torch needed
         Pair.prompts(split, num, num_tokens) -> tuple of token-id tuples; .stop_ids; .tokenizer; .vocab_size; .hashes
     with open_runner(pair, concurrency="auto"|"processes"|"serial", dtype="float32"|"float64") as runner:
-        execute(policy, workload, runner, seed=0, progress=None, on_draft_failure="raise"|"continue") -> sim.trace.Trace
+        execute(policy, workload, runner, seed=0, progress=None, on_draft_failure="raise"|"continue", on_tokens=None,
+                log_probs=False, ...) -> sim.trace.Trace           on_tokens gets a NewTokens(sequence, tokens, text,
+                                                                   stop_reason) for every row of every round
         measure_agreement(runner, workload, seed=0, num_candidates=32, progress=None) -> sim.agreement.AgreementRecord
         measure_latency(runner, LatencyGrid(...), budget_s, seed=0, min_blocks=5, progress=None) -> LatencyProfile
                                                                        (.samples, .num_cells, .num_blocks)
