@@ -27,11 +27,9 @@ MANY = 8  # times more tokens than are asked for: then a selection is faster tha
 def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
     """(n, V) logits after each of the last n tokens of `text` -> the same under a repetition penalty: each row is
     penalised for the tokens up to and including its own."""
-    return (
-        logits
-        if penalty == 1
-        else penalise(logits, penalty, seen_along(text, len(logits), logits.shape[-1], logits.device))
-    )
+    if penalty == 1:
+        return logits
+    return penalise(logits, penalty, seen_along(text, *logits.shape, logits.device))
 
 
 def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:

@@ -304,9 +304,9 @@ def test_both_roles_are_told_the_same_settings_and_the_trace_shows_them(monkeypa
     told = {"target": [], "draft": []}
     begin = DraftService.begin
 
-    def listen(service, policy, requests_):
+    def listen(service, requests_, **options):
         told["draft"].append([r.sampling for r in requests_])
-        begin(service, policy, requests_)
+        begin(service, requests_, **options)
 
     monkeypatch.setattr(DraftService, "begin", listen)
     runner = hash_runner()
