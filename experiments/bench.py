@@ -104,7 +104,16 @@ def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
         from executor.concurrency import open_runner
     with ExitStack() as stack:
         with stages.stage("load the pair"):
-            runner = stack.enter_context(open_runner(pair, config.concurrency))
+            runner = stack.enter_context(
+                open_runner(
+                    pair,
+                    config.concurrency,
+                    config.dtype,
+                    device=config.device,
+                    draft_device=config.draft_device,
+                    graphs=config.graphs,
+                )
+            )
         yield Bench(config, runner)
 
 

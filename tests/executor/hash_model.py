@@ -25,6 +25,7 @@ class HashModel:
     """
 
     dtype = torch.float64
+    device = torch.device("cpu")
     attention = "fake"
 
     def __init__(
@@ -70,6 +71,12 @@ class HashModel:
             return [self.append(tokens[0], num_logits[0])]
         self.num_forwards += 1
         return [self._fed(row, own)[-num:] for row, own, num in zip(rows, tokens, num_logits, strict=True)]
+
+    def feed_drawn(self, rows, tokens) -> torch.Tensor:
+        return torch.cat(self.feed(rows, [[token] for token in tokens.tolist()], [1] * len(rows)))
+
+    def name_last(self, row: int, tokens) -> None:
+        assert self.texts[row][len(self.texts[row]) - len(tokens) :] == list(tokens)
 
     def _fed(self, row: int, tokens) -> torch.Tensor:
         logits = []
@@ -149,13 +156,17 @@ class HashModelRows:
 
 @dataclass
 class FakePair:
-    """What a runner asks of a pair."""
+    """What a runner asks of a pair; `models` by role."""
 
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
     tokenizer: Any = None
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
+    models: dict = field(default_factory=dict)
+
+    def load(self, role, dtype, device="cpu"):
+        return self.models[role]
 
 
 def serial_runner(target: HashModel, draft: HashModel) -> Runner:
