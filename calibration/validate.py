@@ -82,12 +82,13 @@ class Comparison:
 def compare(forecast: Prediction[Policy], prediction: Prediction[Policy], traces: Sequence[Trace]) -> Comparison:
     """Set both predictions beside the repeats of the same policy.
 
-    Raises `BadInput` if one is of another policy, if a trace holds no round, for then nothing was decoded that has a
-    rate, and if the draft of a run failed and the target ended it alone.
+    Raises `BadInput` if one is of another policy or of forced accept counts, if a trace holds no round, for then
+    nothing was decoded that has a rate, and if the draft of a run failed and the target ended it alone.
     """
     if forecast.policy != prediction.policy:
         raise BadInput("forecast.policy", f"must be {prediction.policy.name}, as predicted", forecast.policy.name)
     for trace in traces:
+        trace.require_generation()
         if trace.policy != prediction.policy.to_dict():
             raise BadInput("trace.policy", f"must be {prediction.policy.name}, which was predicted", trace.policy)
         if trace.meta.get("draft_failure"):
@@ -187,11 +188,13 @@ def check_losslessness(
     """Compare greedy token ids with those of `reference`, an AR run on the same prompts.
 
     `others` maps a policy's name to its repeats. `top2_gap(prompt, tokens)` is the target's gap between its two largest
-    logits after prompt number `prompt` and the generated `tokens`.
+    logits after prompt number `prompt` and the generated `tokens`. Raises `BadInput` if accept counts were forced.
     """
+    reference.require_generation()
     differences = []
     for name, traces in others.items():
         for trace in traces:
+            trace.require_generation()
             for ours, theirs in zip(reference.sequences, trace.sequences, strict=True):
                 if ours.tokens != theirs.tokens:
                     position = first_difference(ours.tokens, theirs.tokens)

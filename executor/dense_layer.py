@@ -61,7 +61,7 @@ class PackedLayer:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = len(x)
+        num_rows = x.shape[0]
         if num_rows < FEWEST_PACKED_ROWS:
             x = pad(x, (0, 0, 0, FEWEST_PACKED_ROWS - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")[:num_rows]

@@ -30,9 +30,12 @@ class Draws:
 
     def __init__(self, seed: int, prompt: Sequence[int], occurrence: int) -> None:
         text = f"{seed};{occurrence};{','.join(map(str, prompt))}"
-        self._key = np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype=np.uint64)
+        key = np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype=np.uint64)
+        self._generator = np.random.Philox(key=key)
+        self._start = self._generator.state  # nothing drawn, nothing buffered
 
     def uniforms(self, purpose: Purpose, round_index: int, num: int) -> Tensor:
         """(num,) float64 in [0, 1). Number i is the same for every `num`. `round_index` -1 is the prefill."""
-        generator = np.random.Philox(key=self._key, counter=[0, 0, round_index + 1, purpose])
-        return torch.from_numpy((generator.random_raw(num) >> np.uint64(11)) * 2.0**-53)
+        self._start["state"]["counter"][:] = (0, 0, round_index + 1, purpose)
+        self._generator.state = self._start  # quicker than a new generator
+        return torch.from_numpy((self._generator.random_raw(num) >> np.uint64(11)) * 2.0**-53)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
+from executor.forced import ForcedTarget
 from executor.loops import Choose, Draft, autoregressive, speculative
 from executor.observation import Observer
 from executor.sequence import NewTokens, OpenBatch, Request
@@ -16,7 +17,7 @@ from executor.target import Target
 from sim.decider import Chooser, Decider
 from sim.errors import BadInput
 from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
-from sim.trace import Sequence, Trace
+from sim.trace import FORCED, Sequence, Trace
 from sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def execute(
     on_tokens: Callable[[NewTokens], None] | None = None,
     *,
     log_probs: bool = False,
+    forced_acceptance: Iterable[int] | None = None,
+    audit: bool = False,
 ) -> Trace:
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
@@ -50,8 +53,14 @@ def execute(
     `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
     what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
 
-    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["without_draft"]`
-    lists the prompts that leave the draft model no room at all.
+    `forced_acceptance` is a cycle of accept counts, one a round, instead of verification: a run of known rounds to
+    profile, whose text is no generation. The trace's policy says so, and comparisons refuse it (`ForcedTarget`).
+
+    With `audit` both KV caches are compared with a fresh pass over the committed tokens after every round, which takes
+    its time; one that holds anything else ends the run with `KvCacheCorrupt` (a draft process with `DraftFailed`).
+
+    Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["num_without_draft"]`
+    counts the prompts that leave the draft model no room at all.
 
     Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know, or
     if policies follow one another that cannot.
@@ -61,14 +70,19 @@ def execute(
     for policy in policies_of(decider):
         check_room(policy, workload, runner)
     trace = Trace(policy=decider.to_dict(), workload=workload.identity())
+    target = runner.target
+    if forced_acceptance is not None:
+        counts = tuple(forced_acceptance)
+        target, trace.policy = ForcedTarget(target, counts), trace.policy | {FORCED: list(counts)}
     draft: Draft = runner.draft
     expendable = ExpendableDraft(draft)
     if on_draft_failure not in list(OnDraftFailure):
         raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
-    num_bad_rows_before = runner.target.num_bad_draft_rows
-    asked = [replace(request, log_probs=log_probs) for request in requests(workload, seed)]
+    captures = runner.capture() if runner.graphs else {}
+    num_bad_rows_before = target.num_bad_draft_rows
+    asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
     role = draft if observer is not None or any(p.speculation_length for p in policies_of(decider)) else None
 
@@ -80,7 +94,7 @@ def execute(
 
     for start in range(0, len(asked), workload.batch_size):
         batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
-        sequences = _decode(choose, batch, runner.target, role, observer, trace)
+        sequences = _decode(choose, batch, target, role, observer, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -90,16 +104,17 @@ def execute(
         "identity": runner.identity(),
         "seed": seed,
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
-        "num_bad_draft_rows": runner.target.num_bad_draft_rows - num_bad_rows_before,
+        "num_bad_draft_rows": target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
-        "without_draft": [] if role is None else _beyond_the_draft(workload, runner),
+        "captures": {role: asdict(counts) for role, counts in captures.items()},
+        "num_without_draft": 0 if role is None else _beyond_the_draft(workload, runner),
     }
     return trace
 
 
-def _beyond_the_draft(workload: Workload, runner: Runner) -> list[int]:
-    """The prompts that fill the draft's positions."""
-    return [index for index, prompt in enumerate(workload.prompts) if len(prompt) >= runner.pair.max_positions]
+def _beyond_the_draft(workload: Workload, runner: Runner) -> int:
+    """How many prompts fill the draft's positions."""
+    return sum(len(prompt) >= runner.pair.max_positions for prompt in workload.prompts)
 
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:

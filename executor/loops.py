@@ -117,4 +117,5 @@ def _verify(
         RowRound(row, speculations[row].source, len(speculations[row].tokens), *counts[row], context, name)
         for row, context in zip(rows, contexts, strict=True)
     )
+    batch.audit(target.model)
     return outcomes

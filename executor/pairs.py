@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from executor.folder_pair import load_folder
+from executor.smollm2_pair import load_smollm2
+from executor.synthetic_pair import PREFIX, SyntheticPair
 from sim.errors import BadInput
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from executor.language_model import LanguageModel
 
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 _PACKAGED = Path(__file__).parent / "packaged_pairs"
 
 
@@ -43,8 +45,8 @@ class Pair(Protocol):
         """The target's end-of-text ids."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises `BadInput` if the pair has none."""
+    def tokenizer(self) -> Tokenizer | None:
+        """None if the tokens stand for no text."""
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -59,15 +61,20 @@ class Pair(Protocol):
 
 
 def load_pair(name_or_path: str | Path, *, allow_other_tokenizer: bool = False) -> Pair:
-    """A packaged pair by name, or a folder (see `folder_pair`).
+    """A packaged pair by name (`stdlib`, or `smollm2`, see `smollm2_pair`), a folder (see `folder_pair`), or
+    `synthetic:...` (see `SyntheticPair.parse`).
 
     Raises `BadInput` naming the file or the token that is wrong. `allow_other_tokenizer` takes a draft whose ids mean
     other strings all the same, with a warning: texts stay right, but the draft can hardly guess them.
     """
+    if str(name_or_path).startswith(PREFIX):
+        return SyntheticPair.parse(str(name_or_path))
+    if name_or_path == "smollm2":
+        return load_smollm2()
     packaged = _PACKAGED / str(name_or_path)
     is_packaged = str(name_or_path).isidentifier() and packaged.is_dir()
     folder = packaged if is_packaged else Path(name_or_path)
     if not folder.is_dir():
         known = ", ".join(sorted(p.name for p in _PACKAGED.iterdir() if p.is_dir())) if _PACKAGED.is_dir() else "none"
-        raise BadInput("pair", f"must be a folder or a packaged pair ({known})", str(name_or_path))
+        raise BadInput("pair", f"must be a folder, a packaged pair ({known}) or {PREFIX}...", str(name_or_path))
     return load_folder(folder, allow_other_tokenizer=allow_other_tokenizer)

@@ -16,6 +16,8 @@ from sim.workload import Sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from executor.language_model import LanguageModel
+
 
 @dataclass(frozen=True)
 class Request:
@@ -31,6 +33,7 @@ class Request:
     occurrence: int = 0
     stop_strings: tuple[str, ...] = ()
     log_probs: bool = False  # of the tokens are asked for
+    audit: bool = False  # of the KV caches after every round
 
     def draws(self) -> Draws:
         return Draws(self.seed, self.prompt, self.occurrence)
@@ -173,6 +176,16 @@ class OpenBatch:
         else:
             self._since.append(outcomes)
         return counts
+
+    def audit(self, target: LanguageModel) -> None:
+        """Check the target's KV cache of the open rows that ask for it: what was committed, but for the last token.
+
+        Raises `KvCacheCorrupt`.
+        """
+        for row in self.rows:
+            sequence = self.sequences[row]
+            if sequence.request.audit:
+                target.audit(row, [*sequence.request.prompt, *sequence.tokens[:-1]])
 
     def question(self, policy: Policy) -> Question:
         """For the next round of the open rows, with all that happened since the last question."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from executor.concurrency import Runner, SerialDraft
+from executor.kv_cache import KvCacheCorrupt
 from executor.recorder import Recorder
 from executor.target import Target
 from sim.trace import Lane
@@ -31,6 +32,7 @@ class HashModel:
     """
 
     dtype = torch.float64
+    device = torch.device("cpu")
     attention = "fake"
 
     def __init__(
@@ -77,6 +79,12 @@ class HashModel:
         self.num_forwards += 1
         return [self._fed(row, own)[-num:] for row, own, num in zip(rows, tokens, num_logits, strict=True)]
 
+    def feed_drawn(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        return torch.cat(self.feed(rows, [[token] for token in tokens.tolist()], [1] * len(rows)))
+
+    def name_last(self, row: int, tokens: Sequence[int]) -> None:
+        assert self.texts[row][len(self.texts[row]) - len(tokens) :] == list(tokens)
+
     def _fed(self, row: int, tokens: Sequence[int]) -> Tensor:
         logits = []
         for token in tokens:
@@ -105,6 +113,10 @@ class HashModel:
             visible = [torch.nonzero(own == 0).flatten().tolist() for own in mask[place, 0]]
             logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
         return torch.stack(logits)
+
+    def audit(self, row: int, text) -> None:
+        if self.texts[row] != list(text) or self.positions[row] != list(range(len(text))):
+            raise KvCacheCorrupt(f"row {row} holds {self.texts[row]} instead of {list(text)}")
 
     def roll_back(self, length: int, row: int = 0) -> None:
         if not 0 <= length <= self.length_of(row):
@@ -150,13 +162,17 @@ class HashModelRows:
 
 @dataclass
 class FakePair:
-    """What a runner asks of a pair."""
+    """What a runner asks of a pair; `models` by role."""
 
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
     tokenizer: Any = None
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
+    models: dict = field(default_factory=dict)
+
+    def load(self, role: str, dtype: str, device: str = "cpu") -> Any:
+        return self.models[role]
 
 
 def serial_runner(target: Any, draft: Any) -> Runner:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from experiments.bench import needs_executor
+from experiments.bench import model_libraries
 
 if TYPE_CHECKING:
     from executor.fault_check import Aftermath
@@ -20,7 +20,7 @@ Progress = Callable[[str], None]
 
 def run_law_check(progress: Progress) -> list[Verdict]:
     """Every lossless case, then every known-wrong variant."""
-    with needs_executor():
+    with model_libraries():
         from executor.law_check import CASES, CONTROLS, check_law
     return list(check_law((*CASES, *CONTROLS), progress=progress))
 
@@ -71,7 +71,7 @@ def law_to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def run_fault_check(pair: str, progress: Progress) -> list[Aftermath]:
     """Every fault, in runs that end with their draft and in runs that go on without it."""
-    with needs_executor():
+    with model_libraries():
         from executor.fault_check import check_faults
     return list(check_faults(pair, progress))
 

@@ -66,7 +66,9 @@ AsJson = Annotated[
 ]
 
 
-bench_app = typer.Typer(help="Speed of the simulator, and whether its engines agree.", rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Speed of the simulator and of the executor; whether the simulator's engines agree.", rich_markup_mode=None
+)
 app.add_typer(bench_app, name="bench")
 check_app = typer.Typer(help="Whether decoding is lossless on this machine, also when something fails.")
 app.add_typer(check_app, name="check")
@@ -301,6 +303,27 @@ def bench_sim(
         if isinstance(value, int | float)
     ]
     _print_table(("figure", "value"), rows, console)
+
+
+@bench_app.command("executor")
+def bench_executor(
+    as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
+) -> None:
+    """AR, SD and SSD beside each other and beside transformers' own decoding; takes a few minutes for each pair."""
+    from experiments.bench import model_libraries
+
+    console = _console(as_json=as_json)
+    with model_libraries():
+        from experiments import executor_benchmark
+    sizes = executor_benchmark.REDUCED if reduced else executor_benchmark.Sizes()
+    figures = executor_benchmark.bench_executor(sizes, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    rows = executor_benchmark.table(figures)
+    _print_table(("times as fast, or part of", "value", "95 % interval", "n"), rows, console)
+    for name, reason in figures["not_run"].items():
+        print(f"{name} was not measured: {reason}", file=sys.stderr)
 
 
 @bench_app.command("engines")

@@ -16,6 +16,7 @@ from typing import Any
 
 from sim.errors import BadInput
 
+FORCED = "forced_acceptance"  # in a trace's policy: the accept counts that its rounds were given
 SCHEMA = 3
 READABLE = (1, 2, 3)  # 1 knew one row and one device a lane, 2 no stop strings and log-probabilities; defaults say so
 
@@ -169,6 +170,12 @@ class Trace:
         rows += [[r.sequence, r.index, r.source, r.num_drafted, r.num_accepted, r.num_emitted] for r in self.rounds]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
+    def require_generation(self) -> None:
+        """Raises `BadInput` if the accept counts were forced: then the text says nothing, and the rates are chosen."""
+        if FORCED in self.policy:
+            rule = "must be a generation, not a run whose accept counts were forced"
+            raise BadInput("trace", rule, self.policy[FORCED])
+
     def verified_together(self) -> Iterator[list[Round]]:
         """The rounds of every verification of more than one row. Raises `BadInput` if they are not all there."""
         shared = [s for s in self.spans if s.operation is Operation.VERIFY and s.batch_size > 1]
@@ -233,6 +240,9 @@ class Trace:
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in enumerate(names)
         ]
+        if FORCED in self.policy:
+            name = f"NO GENERATION: accept counts forced to {', '.join(map(str, self.policy[FORCED]))}, again and again"
+            events.append({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}})
 
         def add(name: str, track: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
             event = {"name": name, "ph": "X", "pid": 0, "tid": names.index(track), "args": args}

@@ -1,16 +1,18 @@
 """At temperature 1 every decoder emits the target's law: whole runs on a toy vocabulary against exact enumeration."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
+import executor.drafting
 import executor.target
 from executor.drafting import Drafter
 from executor.draws import Draws, Purpose
 from executor.execute import execute
-from executor.sampling import process
+from executor.sampling import penalised, process
 from executor.toy_model import HashModel, serial_runner
 from sim.policy import Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Source
@@ -20,6 +22,7 @@ VOCAB_SIZE = 4
 PROMPT = (1, 2)
 NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
 NUM_SEQUENCES = 900
+PLAIN = Sampling(1.0)
 LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed
 
 POLICIES = {
@@ -59,22 +62,28 @@ def run(policy, batch_size=1):
     return execute(policy, rules, serial_runner(*models()), seed=11)
 
 
-def p_value(trace) -> float:
-    """Chi-square test of the first three tokens against the target's law."""
-    target = models()[0]
+def p_value(sequences, sampling: Sampling = PLAIN) -> float:
+    """Chi-square test of the first three tokens against the target's law; 0 if one of them cannot occur."""
     observed = dict.fromkeys(itertools.product(range(VOCAB_SIZE), repeat=3), 0)
-    for sequence in trace.sequences:
+    for sequence in sequences:
         observed[sequence.tokens[:3]] += 1
-    probabilities = []
-    for text in observed:
-        rows = [process(target.logits_after(PROMPT + text[:n]), Sampling(1.0))[text[n]] for n in range(3)]
-        probabilities.append(float(torch.stack(rows).prod()))
-    expected = torch.tensor(probabilities, dtype=torch.float64) * NUM_SEQUENCES
+    probabilities = [math.prod(probability(text[:n], text[n], sampling) for n in range(3)) for text in observed]
+    expected = torch.tensor(probabilities, dtype=torch.float64) * len(sequences)
     counts = torch.tensor(list(observed.values()), dtype=torch.float64)
+    if counts[expected == 0].any():
+        return 0.0
     # Cells that expect fewer than five are pooled.
     rare = expected < 5
     pooled = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected)]
-    return float(chisquare(*[x[pooled[1] > 0] for x in pooled]).pvalue)
+    cells = [x[pooled[1] > 0] for x in pooled]
+    return float(chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
+
+
+def probability(text: tuple[int, ...], token: int, sampling: Sampling) -> float:
+    """Of a token after the prompt and a text."""
+    known = PROMPT + text
+    logits = penalised(models()[0].logits_after(known)[None], sampling.repetition_penalty, known)
+    return float(process(logits, sampling)[0, token])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -83,7 +92,7 @@ def test_emitted_law_is_the_targets(name: str) -> None:
     sources = {r.source for r in trace.rounds if r.index > 0}
     assert sources == SOURCES_AFTER_THE_FIRST[name]
     assert 0 < sum(r.num_accepted for r in trace.rounds) < sum(r.num_drafted for r in trace.rounds)
-    assert p_value(trace) > LEVEL
+    assert p_value(trace.sequences) > LEVEL
 
 
 @pytest.mark.parametrize("name", ["SSD, mixed, draft", "SSD, mixed, draft missing", "SSD, down-weighted"])
@@ -91,7 +100,7 @@ def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
     trace = run(POLICIES[name], batch_size=3)
     redrafts = POLICIES[name].fallback is Fallback.DRAFT
     assert (Source.REDRAFTED in {r.source for r in trace.rounds}) == redrafts
-    assert p_value(trace) > LEVEL
+    assert p_value(trace.sequences) > LEVEL
 
 
 def argmax_with_soft_q(drafter, rows, logits, uniforms, drafting, draft_index):
@@ -130,4 +139,76 @@ HONEST_SAMPLE = Drafter._sample
 )
 def test_known_faults_fail_the_test(name: str, owner, attribute, fault, monkeypatch) -> None:
     monkeypatch.setattr(owner, attribute, fault)
-    assert p_value(run(POLICIES[name])) < LEVEL
+    assert p_value(run(POLICIES[name]).sequences) < LEVEL
+
+
+# ------------------------------------------------------------------------------------------- rows of unequal settings
+
+UNEQUAL = (
+    Sampling(),
+    Sampling(1.0),
+    Sampling(1.0, top_k=2),
+    Sampling(0.8, top_p=0.85),
+    Sampling(1.2, min_p=0.3),
+    Sampling(1.0, repetition_penalty=5.0),
+)
+NUM_OF_EACH = 250
+OF_UNEQUAL_ROWS = {
+    "SD": Speculative(2),
+    "SSD, mixed, draft missing, down-weighted": SpeculativeSpeculative(
+        2, (1, 1, 2), (1, 2, 1), Fallback.DRAFT_MISSING, 0.3
+    ),
+}
+
+
+def run_under(policy, sampling: tuple[Sampling, ...], batch_size: int):
+    rules = Workload("toy", (PROMPT,) * len(sampling), NUM_TOKENS, sampling=sampling, batch_size=batch_size)
+    return execute(policy, rules, serial_runner(*models()), seed=12)
+
+
+@pytest.mark.parametrize("name", OF_UNEQUAL_ROWS)
+def test_each_row_of_a_batch_has_the_targets_law_under_its_own_settings(name: str) -> None:
+    """Six tests a run: a lossless decoder fails one of them with probability 6e-4 at most; the seed is fixed."""
+    trace = run_under(OF_UNEQUAL_ROWS[name], UNEQUAL * NUM_OF_EACH, len(UNEQUAL))
+    if name != "SD":
+        assert {r.source for r in trace.rounds if r.index} == {Source.HIT, Source.MISS}
+    for place, sampling in enumerate(UNEQUAL):
+        assert p_value(trace.sequences[place :: len(UNEQUAL)], sampling) > LEVEL, sampling
+
+
+def drawn_from_processed_tested_with_raw(logits, uniforms, sampling, drafting, draft_index):
+    tokens, _ = HONEST_SAMPLE_ALIKE(logits, uniforms, sampling, drafting, draft_index)
+    return tokens, process(logits, Sampling(sampling.temperature))
+
+
+def raw_at_draft_positions(logits, sampling):
+    """Only the last position, that of the bonus token after full acceptance, is processed."""
+    probs = process(logits, Sampling(sampling.temperature))
+    probs[..., -1, :] = process(logits[..., -1, :], sampling)
+    return probs
+
+
+def blind_to_what_was_drafted(logits, penalty, text):
+    """All positions are penalised as the first one is."""
+    if len(logits) == 1:
+        return penalised(logits, penalty, text)
+    return torch.cat([penalised(row[None], penalty, text[: len(text) - len(logits) + 1]) for row in logits])
+
+
+HONEST_SAMPLE_ALIKE = executor.drafting._sample_alike
+
+
+@pytest.mark.parametrize(
+    ("sampling", "owner", "attribute", "fault"),
+    [
+        (UNEQUAL[2], executor.drafting, "_sample_alike", drawn_from_processed_tested_with_raw),
+        (UNEQUAL[4], executor.drafting, "_sample_alike", drawn_from_processed_tested_with_raw),
+        (UNEQUAL[2], executor.target, "process", raw_at_draft_positions),
+        (UNEQUAL[3], executor.target, "process", raw_at_draft_positions),
+        (UNEQUAL[5], executor.target, "penalised", blind_to_what_was_drafted),
+        (UNEQUAL[5], executor.target, "penalised", lambda logits, penalty, text: logits),
+    ],
+)
+def test_known_faults_of_processing_fail_the_test(sampling, owner, attribute, fault, monkeypatch) -> None:
+    monkeypatch.setattr(owner, attribute, fault)
+    assert p_value(run_under(Speculative(2), (sampling,) * 1200, batch_size=12).sequences, sampling) < LEVEL

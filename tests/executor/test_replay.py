@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from executor.execute import execute
@@ -13,7 +14,7 @@ from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpecula
 from sim.simulate import simulate
 from sim.system import System
 from sim.trace import Operation, Source
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 from tests.sim.toy import system_of
 
 VOCAB_SIZE = 8
@@ -43,15 +44,22 @@ def rounds_of(trace):
     return sorted(rows)
 
 
-CASES = {"cap": ((), 1), "stop": ((3,), 1), "batches of 3": ((3,), 3), "batches of 4": ((), 4)}
+CASES = {
+    "cap": ((), 1, 1.0),
+    "stop": ((3,), 1, 1.0),
+    "batches of 3": ((3,), 3, 1.0),
+    "batches of 4": ((), 4, 1.0),
+    "penalty": ((3,), 2, 1.3),
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def decoded(request):
     """A runner, a workload and the system of its agreement record."""
-    stop_ids, batch_size = CASES[request.param]
+    stop_ids, batch_size, penalty = CASES[request.param]
     runner = hash_runner()
-    rules = Workload("toy", PROMPTS, 40, stop_ids=stop_ids, batch_size=batch_size)
+    sampling = (Sampling(repetition_penalty=penalty),) * len(PROMPTS)
+    rules = Workload("toy", PROMPTS, 40, stop_ids=stop_ids, batch_size=batch_size, sampling=sampling)
     record = measure_agreement(runner, rules, num_candidates=VOCAB_SIZE)
     return runner, rules, for_rows(system_of(record), batch_size)
 
@@ -114,3 +122,56 @@ def test_down_weighting_means_nothing_without_sampling() -> None:
     policy = SpeculativeSpeculative(1, (1, 1), (1, 1), downweight=0.5)
     with pytest.raises(BadInput, match="downweight: must be 1 at temperature 0"):
         execute(policy, Workload("toy", PROMPTS, 4), hash_runner())
+
+
+# ---------------------------------------------------------------------------------------------- processed distributions
+
+TRIMMED = Sampling(0.7, top_k=3, top_p=0.95, min_p=0.02, repetition_penalty=1.5)
+NUM_TEXTS, NUM_TOKENS = 350, 9
+LIMIT = 4.0  # standard errors: a right law is refused for one seed in 16,000, and the seeds are fixed
+PREDICTED = SpeculativeSpeculative(3, (2, 2, 2, 2), (1, 1, 1, 1), Fallback.DRAFT_MISSING, downweight=0.4)
+
+
+def rules_of(sampling: Sampling) -> Workload:
+    return Workload("toy", ((1, 2, 3),) * NUM_TEXTS, NUM_TOKENS, sampling=(sampling,) * NUM_TEXTS)
+
+
+def replayed_and_executed(recorded: Sampling) -> list[float]:
+    """Rounds and hits of a text, replayed from a record of other texts and executed: how far the means are apart."""
+    record = measure_agreement(hash_runner(), rules_of(recorded), seed=1, num_candidates=VOCAB_SIZE)
+    replayed = simulate(PREDICTED, rules_of(recorded), system_of(record))
+    executed = execute(PREDICTED, Workload(**(vars(rules_of(TRIMMED)) | {"batch_size": 20})), hash_runner(), seed=2)
+    return [
+        difference(*(of_each_text(trace, counted) for trace in (replayed, executed))) for counted in (None, Source.HIT)
+    ]
+
+
+def of_each_text(trace, source: Source | None) -> np.ndarray:
+    counted = [r.sequence for r in trace.rounds if source in (None, r.source)]
+    return np.bincount(counted, minlength=NUM_TEXTS).astype(float)
+
+
+def difference(first: np.ndarray, second: np.ndarray) -> float:
+    """In standard errors of the difference of the means; 0 if there is none."""
+    error = np.sqrt((first.var() + second.var()) / NUM_TEXTS)
+    return float(abs(first.mean() - second.mean()) / error) if error else 0.0
+
+
+def test_a_record_under_settings_replays_as_what_runs_under_them() -> None:
+    assert max(replayed_and_executed(TRIMMED)) < LIMIT
+
+
+def test_a_record_without_the_settings_does_not() -> None:
+    """Control, and why the simulator refuses it."""
+    assert max(replayed_and_executed(Sampling(TRIMMED.temperature))) > LIMIT
+    record = measure_agreement(hash_runner(), Workload("toy", PROMPTS, NUM_TOKENS, TRIMMED.temperature))
+    with pytest.raises(
+        BadInput, match=r"workload.sampling: must be, for all prompts, the settings of the agreement rec"
+    ):
+        simulate(Speculative(3), rules_of(TRIMMED), system_of(record))
+
+
+def test_a_record_is_of_one_law() -> None:
+    mixed = Workload("toy", PROMPTS, 4, sampling=(Sampling(),) * 5 + (Sampling(top_k=2),))
+    with pytest.raises(BadInput, match="same settings for all prompts"):
+        measure_agreement(hash_runner(), mixed)

@@ -1,14 +1,28 @@
 """The emitted law of one verified position is the target's, whatever the draft; known wrong rules are not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+import executor.sampling
 from executor.sampling import (
     by_rank,
+    by_rank_unasked,
     down_weight,
     draw,
+    penalised,
     process,
     rank,
+    seen_along,
     stated_probs,
     uniform_tokens,
     verify,
@@ -305,3 +319,164 @@ def test_ranks_break_ties_by_lower_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
     assert by_rank(logits, 5).tolist() == [[1, 2, 4, 0, 3]]
     assert rank(logits.expand(5, -1), torch.arange(5)).tolist() == [3, 0, 1, 4, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_that_nobody_asks_about_are_the_same(dtype: torch.dtype) -> None:
+    """Few different values, zeros of either sign and infinities among them."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-torch.inf, -3.5, -1e-6, -0.0, 0.0, 1e-6, 2.0, 2.5, 1e4, torch.inf], dtype=dtype)
+    logits = values[torch.randint(len(values), (50, 40), generator=generator)]
+    smooth = torch.randn(50, 40, generator=generator).to(dtype)
+    for rows in (logits, smooth):
+        for num_tokens in (1, 3, 40):
+            assert torch.equal(by_rank_unasked(rows, num_tokens), by_rank(rows, num_tokens))
+
+
+@pytest.mark.parametrize("shape", [(40,), (3, 512), (2, 2, 5000)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 64, 512, 9999])
+def test_the_first_ranks_are_the_first_of_a_stable_order(shape, num_tokens: int) -> None:
+    """With many equals, with none, with -inf and with NaN."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    free = torch.randn(shape, generator=generator)
+    coarse = (2 * free).round()
+    cut = free.masked_fill(torch.rand(shape, generator=generator) < 0.9, -torch.inf)
+    bad = free.index_fill(-1, torch.tensor([7]), torch.nan)
+    for logits in (free, coarse, cut, bad, free.double()):
+        expected = torch.sort(logits, descending=True, stable=True).indices[..., :num_tokens]
+        assert torch.equal(by_rank(logits, num_tokens), expected)
+
+
+# -------------------------------------------------------------------------------------------------------- processing
+
+SETTINGS = [
+    Sampling(0.7, top_k=3),
+    Sampling(1.3, top_p=0.9),
+    Sampling(0.5, top_p=0.05),
+    Sampling(1.0, min_p=0.1),
+    Sampling(2.0, top_k=9999),
+    Sampling(1.0, repetition_penalty=0.7),
+    Sampling(0.8, 40, 0.8, 0.05, 1.3),
+]
+
+
+def processed_by_transformers(logits: torch.Tensor, text: list[int], sampling: Sampling) -> torch.Tensor:
+    """(1, V) logits after a text -> (1, V) probabilities."""
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))])
+    steps.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    steps += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    return steps(torch.tensor([text]), logits.clone()).softmax(-1)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize("vocab_size", [5, 128, 6000])
+def test_processing_is_that_of_transformers(sampling: Sampling, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    text = torch.randint(vocab_size, (12,), generator=generator).tolist()
+    logits = 3 * torch.randn(4, vocab_size, generator=generator, dtype=torch.float64)
+    got = process(penalised(logits, sampling.repetition_penalty, text), sampling)
+    for row in range(4):
+        expected = processed_by_transformers(logits[row : row + 1], text[: len(text) - 3 + row], sampling)[0]
+        assert torch.equal(got[row] > 0, expected > 0)
+        assert torch.allclose(got[row], expected, rtol=1e-12, atol=0)
+
+
+def test_a_row_is_processed_the_same_in_any_company() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    for sampling in SETTINGS:
+        together = process(logits, sampling)
+        for row in range(6):
+            assert torch.equal(process(logits[row], sampling), together[row])
+
+
+@pytest.mark.parametrize("p", [0.3, 0.9, 0.999999])
+def test_few_candidates_decide_what_all_would(p: float, monkeypatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.cat([s * torch.randn(2, 3000, generator=generator, dtype=torch.float64) for s in (1, 8)])
+    sampling, expected = Sampling(1.0, top_p=p), []
+    for few in (1024, 10**9):
+        monkeypatch.setattr(executor.sampling, "FEW_CANDIDATES", few)
+        expected.append(process(logits, sampling))
+    assert torch.equal(*(probs > 0 for probs in expected))
+    assert torch.allclose(*expected, rtol=1e-12, atol=0)
+
+
+def test_equals_at_the_border() -> None:
+    """top_k keeps all that equal the last one, as transformers does; top_p those of lowest id."""
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0])
+    assert (process(logits, Sampling(1.0, top_k=2)) > 0).tolist() == [True, True, True, True, False]
+    assert (process(logits, Sampling(1.0, top_p=0.6)) > 0).tolist() == [True, True, False, False, False]
+    assert (process(torch.zeros(4), Sampling(1.0, top_p=0.4)) > 0).tolist() == [True, True, False, False]
+    assert (process(torch.zeros(4), Sampling(1.0, min_p=1.0)) > 0).all()
+
+
+def test_each_position_is_penalised_for_the_text_that_it_sees() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0]] * 3)
+    expected = [[1.0, -2.0, 1.0, 0.0], [1.0, -4.0, 1.0, 0.0], [1.0, -4.0, 0.5, 0.0]]
+    assert penalised(logits, 2.0, [0, 0, 1, 2]).tolist() == expected
+    assert penalised(logits, 1.0, [0, 1, 2]) is logits
+    assert seen_along([3, 1], 2, 4).tolist() == [[False, False, False, True], [False, True, False, True]]
+
+
+def test_processing_changes_nothing_it_is_given() -> None:
+    logits = torch.randn(3, 50, dtype=torch.float64)
+    before = logits.clone()
+    for sampling in (*SETTINGS, Sampling(), Sampling(1.0)):
+        process(penalised(logits, sampling.repetition_penalty, [1, 2, 3]), sampling)
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [Sampling(), *SETTINGS])
+def test_what_is_no_distribution_stays_none_under_any_settings(bad: float, sampling: Sampling) -> None:
+    logits = torch.zeros(2, 8)
+    logits[0, 3] = bad
+    probs = process(penalised(logits, sampling.repetition_penalty, [3, 3]), sampling)
+    assert probs[0].isnan().all() and probs[1].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-8, 1e-4])
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_almost_no_temperature_is_the_argmax_under_any_settings(sampling: Sampling, temperature: float) -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, -1.0], [-900.0, 900.0, 0.0, 5.0]])
+    probs = process(logits, replace(sampling, temperature=temperature))
+    assert torch.allclose(probs.sum(-1), torch.ones(2, dtype=torch.float64))
+    assert probs[0, [1, 3]].sum() == 0 and probs[1].tolist() == [0, 1, 0, 0]
+
+
+def logits_of(weights: list[float]) -> torch.Tensor:
+    return torch.tensor(weights).log()
+
+
+DRAFT_SETTINGS = [Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.8), Sampling(1.0, min_p=0.2), Sampling(0.7)]
+
+
+@pytest.mark.parametrize("sampling", DRAFT_SETTINGS)
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_processed_draft_law_is_lossless(name: str, sampling: Sampling, dtype) -> None:
+    """What is drawn from is what is tested with, also where the draft's logits are rough."""
+    p, q, _ = FIXTURES[name]
+    processed = process(logits_of(q).to(dtype), sampling).tolist()
+    first, acceptance = emitted(p, processed, processed)
+    assert total_variation(first, p) < GATE
+    assert acceptance == pytest.approx(sum(map(min, p, processed)), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [(Sampling(1.0, top_k=2), [0.6429, 0.3571, 0, 0]), (Sampling(1.0, min_p=0.5), [0.6429, 0.3571, 0, 0])],
+)
+def test_the_targets_settings_hold_at_draft_positions_and_for_the_bonus_token(sampling: Sampling, kept) -> None:
+    """A token that is cut never appears; with p unprocessed at draft positions it would."""
+    p, q, _ = FIXTURES["one residual token"]
+    processed = process(logits_of(p), sampling)
+    assert processed.tolist() == pytest.approx(kept, abs=1e-4)
+    first, _ = emitted(processed.tolist(), q, q)
+    assert total_variation(first, kept) < GATE and first[2:].sum() == 0
+    bonus = draw(processed.expand(NUM_TRIALS, -1), uniforms(NUM_TRIALS, seed=5))
+    assert total_variation(law(bonus, 4), kept) < GATE
+    unprocessed, _ = emitted(p, q, q)
+    assert total_variation(unprocessed, kept) > GATE

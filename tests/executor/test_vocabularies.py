@@ -8,6 +8,7 @@ from executor.execute import execute
 from executor.language_model import LanguageModel
 from executor.pairs import load_pair
 from executor.recorder import Recorder
+from executor.reference import generate
 from executor.target import Target
 from executor.toy_model import FakePair
 from sim.policy import Autoregressive, Fallback, Speculative
@@ -37,6 +38,7 @@ def test_padded_ids_are_never_drafted_or_emitted(target_width: int, draft_width:
     with open_runner(pair, "serial", dtype="float64") as runner:
         own = [execute(policy, greedy, runner) for policy in POLICIES]
         drawn = [execute(policy, sampled, runner) for policy in POLICIES[2:]]
+        own.append(generate(runner, greedy))
     for trace in own:
         assert texts(trace) == texts(own[0])
     assert max(token for trace in own + drawn for text in texts(trace) for token in text) < NUM_REAL
