@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 from executor.concurrency import Runner, open_runner
+from executor.draft_client import DraftFailed
 from executor.draft_failure import OnDraftFailure
-from executor.draft_process import DraftFailed
+from executor.draft_process import ProcessDraft
 from executor.execute import execute
+from executor.messages import Channel, Message
 from executor.pairs import load_pair
 from executor.recorder import now_s
 from executor.sequence import Question
@@ -81,19 +83,20 @@ def check_faults(pair_name: str, progress: Callable[[str], None] = lambda name: 
 # ------------------------------------------------------------------------------------------------- the draft is lost
 
 
-def _kill(runner: Runner) -> None:
-    os.kill(runner.draft.process.pid, signal.SIGKILL)  # type: ignore[union-attr,arg-type]
-
-
-def _stall(runner: Runner) -> None:
-    os.kill(runner.draft.process.pid, signal.SIGSTOP)  # type: ignore[union-attr,arg-type]
+def _signal(number: signal.Signals, runner: Runner) -> None:
+    assert isinstance(runner.draft, ProcessDraft)
+    os.kill(runner.draft.process.pid or 0, number)
 
 
 def _make_it_raise(runner: Runner) -> None:
     runner.draft.start("score", [[-1]], num_rows=1)  # a token that no model has
 
 
-_FATAL: dict[str, Strike] = {"draft killed": _kill, "draft stalled": _stall, "draft raises": _make_it_raise}
+_FATAL: dict[str, Strike] = {
+    "draft killed": partial(_signal, signal.SIGKILL),
+    "draft stalled": partial(_signal, signal.SIGSTOP),
+    "draft raises": _make_it_raise,
+}
 
 
 def _after_losing_the_draft(name: str, strike: Strike, mode: str, workload: Workload, runner: Runner) -> Aftermath:
@@ -203,16 +206,15 @@ def _with_infinity(feed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _repeated_reply(name: str, mode: str, workload: Workload, runner: Runner) -> Aftermath:
     """Every message of the draft comes twice, so the second one answers no question any more."""
     expected = execute(Autoregressive(), workload, runner)
-    channel: Any = runner.draft._channel  # type: ignore[union-attr]
-    held: list[bytes] = []
+    held: list[Message] = []
 
-    def twice(receive: Callable[..., bytes], *args: Any, **kwargs: Any) -> bytes:
+    def twice(receive: Callable[..., Message], *args: Any, **kwargs: Any) -> Message:
         if held:
             return held.pop()
         held.append(receive(*args, **kwargs))
         return held[0]
 
-    with _calls_replaced(channel, "receive", twice, first=1) as struck:
+    with _calls_replaced(_channel_of(runner), "receive", twice, first=1) as struck:
         trace = execute(POLICY, workload, runner, on_draft_failure=mode)
     return _unharmed(name, mode, expected, trace, struck.at_s)
 
@@ -221,16 +223,21 @@ def _late_reply(name: str, mode: str, workload: Workload, runner: Runner) -> Aft
     """A run is interrupted between a question and its answer; the next run finds that answer and does not use it."""
     expected = execute(Autoregressive(), workload, runner)
 
-    def interrupt(receive: Callable[..., bytes], *args: Any, **kwargs: Any) -> bytes:
+    def interrupt(receive: Callable[..., Message], *args: Any, **kwargs: Any) -> Message:
         raise KeyboardInterrupt
 
-    with _calls_replaced(runner.draft._channel, "receive", interrupt) as struck:  # type: ignore[union-attr]
+    with _calls_replaced(_channel_of(runner), "receive", interrupt) as struck:
         try:
             execute(POLICY, replace(workload, prompts=workload.prompts[::-1]), runner, on_draft_failure=mode)
         except KeyboardInterrupt:
             time.sleep(0.05)  # the answer is there now
     trace = execute(POLICY, workload, runner, on_draft_failure=mode)
     return _unharmed(name, mode, expected, trace, struck.at_s)
+
+
+def _channel_of(runner: Runner) -> Channel:
+    assert isinstance(runner.draft, ProcessDraft)
+    return runner.draft._channel
 
 
 def _unharmed(name: str, mode: str, expected: Trace, trace: Trace, struck_s: float) -> Aftermath:
