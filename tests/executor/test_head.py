@@ -7,6 +7,7 @@ from executor.head import Head
 from executor.language_model import LanguageModel
 from executor.sampling import process
 from sim.errors import BadInput
+from sim.workload import Sampling
 from tests.executor.tiny_models import llama
 
 ROWS = torch.arange(12.0).view(2, 6) + 1
@@ -27,8 +28,8 @@ def test_padding_is_cut() -> None:
 def test_ids_without_a_row_have_probability_zero() -> None:
     logits = Head("model", 6, vocab_size=8).logits(ROWS)
     assert torch.equal(logits[:, :6], ROWS) and (logits[:, 6:] == -torch.inf).all()
-    assert (process(logits, 1.0)[:, 6:] == 0).all()
-    assert torch.allclose(process(logits, 1.0)[:, :6], process(ROWS, 1.0))
+    assert (process(logits, Sampling(1.0))[:, 6:] == 0).all()
+    assert torch.allclose(process(logits, Sampling(1.0))[:, :6], process(ROWS, Sampling(1.0)))
 
 
 def test_rows_of_a_reduced_head_go_to_their_ids() -> None:
