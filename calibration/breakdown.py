@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sim import metrics
-from sim.errors import BadInput
 from sim.trace import Lane, Operation, Round, Span, Trace
 
 BUILD = (Operation.GLUE, Operation.TREE_STEP)
@@ -15,7 +14,7 @@ BUILD = (Operation.GLUE, Operation.TREE_STEP)
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Mean seconds of a round, by what the target waits for; the parts add up to `round_s`.
+    """Mean seconds of a round, one for all rows of a batch, by what the target waits for; parts add up to `round_s`.
 
     `verify_s` is the verification; before it come `build_s` (the rest of a build that the outcome had to await),
     `lookup_s`, `draft_s` (draft steps of SD or of a fallback) and `rest_s` (hand-over and host).
@@ -40,25 +39,26 @@ def round_time(traces: Sequence[Trace]) -> RoundTime | None:
     return RoundTime(*(sum(getattr(part, field.name) for part in parts) / len(parts) for field in fields(RoundTime)))
 
 
-def time_of_rounds(trace: Trace) -> Iterable[tuple[Round, RoundTime]]:
-    """Each round with its time, from the spans that may run during it: its own and those of the round before.
-
-    Raises `BadInput` for batches.
-    """
-    check_one_row_at_a_time(trace)
+def time_of_rounds(trace: Trace) -> Iterable[tuple[list[Round], RoundTime]]:
+    """The rows of each round with its time, from the spans that may run during it: its own and those of the round
+    before."""
+    together = _together(trace)
+    batch_of = {r.sequence: rows[0].sequence for rows in together if rows[0].index == 0 for r in rows}
     by_round: dict[tuple[int, int], list[Span]] = {}
     for span in trace.spans:
-        by_round.setdefault((span.sequence, span.round), []).append(span)
-    for r in trace.rounds:
-        before_and_own = (r.index - 1, r.index)
-        yield r, _parts(r, [span for index in before_and_own for span in by_round.get((r.sequence, index), [])])
+        if span.sequence in batch_of:
+            by_round.setdefault((batch_of[span.sequence], span.round), []).append(span)
+    for rows in together:
+        batch, index = batch_of[rows[0].sequence], rows[0].index
+        yield rows, _parts(rows[0], [span for i in (index - 1, index) for span in by_round.get((batch, i), [])])
 
 
-def check_one_row_at_a_time(trace: Trace) -> None:
-    """Raises `BadInput` if rows were decoded together: their spans are those of no single row."""
-    most = max((span.batch_size for span in trace.spans), default=1)
-    if most > 1:
-        raise BadInput("trace", "must be of prompts decoded one at a time", f"a batch of {most} rows")
+def _together(trace: Trace) -> list[list[Round]]:
+    """The rounds of every verification. Raises `BadInput` if those of a batch are not all there."""
+    shared = {(rows[0].sequence, rows[0].index): rows for rows in trace.verified_together()}
+    others = {(r.sequence, r.index) for rows in shared.values() for r in rows[1:]}
+    rounds = ((r, (r.sequence, r.index)) for r in trace.rounds)
+    return [shared.get(place, [r]) for r, place in rounds if place not in others]
 
 
 def _parts(r: Round, spans: Sequence[Span]) -> RoundTime:
@@ -84,8 +84,7 @@ def _parts(r: Round, spans: Sequence[Span]) -> RoundTime:
 
 
 def figures_of_merit(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Every metric of one policy's repeats, JSON-safe; a metric that does not apply is None. Raises `BadInput` for
-    batches."""
+    """Every metric of one policy's repeats, JSON-safe; a metric that does not apply is None."""
     estimates = {
         "tokens_per_s": metrics.tokens_per_s(traces),
         "end_to_end_tokens_per_s": metrics.end_to_end_tokens_per_s(traces),

@@ -10,16 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import theilslopes
 
-from calibration.breakdown import check_one_row_at_a_time, time_of_rounds
+from calibration.breakdown import time_of_rounds
 from calibration.profile import Profile
 from sim.errors import BadInput
 from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency, equally_likely
 from sim.policy import policy_from_dict
 from sim.system import HostTerm, System, host_term
-from sim.trace import Lane, Operation, Trace
+from sim.trace import Lane, Operation, Source, Trace
 
 FloatArray = NDArray[np.float64]
 Key = tuple[Lane, Operation]
+Cell = tuple[int, int, int]  # rows, tokens of each, context
 IN_SITU = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)
 FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the isolated ones are kept
 
@@ -27,7 +28,7 @@ FEWEST_IN_SITU = 40  # samples of an operation in the short runs; with fewer the
 def fit(profile: Profile) -> System:
     """The system that the profile's samples, short runs and agreement record speak of.
 
-    Raises `BadInput` if the short runs lack a kind of round, or hold batches.
+    Raises `BadInput` if the short runs lack a kind of round.
     """
     latency = LatencyModel(_tables(profile.latency))
     host_s = _host_times(profile.traces)
@@ -48,7 +49,7 @@ def fit(profile: Profile) -> System:
 def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
     """The system as fast as the machine was during `traces`: host times and residuals in situ are taken from them.
 
-    What does not occur in them stays as it was. Raises `BadInput` for batches.
+    What does not occur in them stays as it was.
     """
     seen = _in_situ(traces, system)
     kinds = system.in_situ.keys() | seen.keys()
@@ -58,25 +59,29 @@ def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
 
 def _tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
     """Median of the idle samples of each cell; residuals are the pooled ratios of samples to their cell's median."""
-    cells: dict[Key, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    cells: dict[Key, dict[Cell, list[float]]] = defaultdict(lambda: defaultdict(list))
     for s in samples:
         if not s.busy:
-            cells[s.lane, s.operation][s.num_tokens, s.context].append(s.duration_s)
+            cells[s.lane, s.operation][s.batch_size, s.num_tokens, s.context].append(s.duration_s)
     return {key: _table(key[1], by_cell) for key, by_cell in cells.items()}
 
 
-def _table(operation: Operation, by_cell: dict[tuple[int, int], list[float]]) -> OperationLatency:
-    medians: dict[int, dict[int, float]] = defaultdict(dict)
-    for (width, context), durations in sorted(by_cell.items()):
-        medians[width][context] = float(np.median(durations))
+def _table(operation: Operation, by_cell: dict[Cell, list[float]]) -> OperationLatency:
+    """Raises `BadInput` if no sample is of one row."""
+    medians: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (rows, width, context), durations in sorted(by_cell.items()):
+        medians[rows][width][context] = float(np.median(durations))
     knots = {
-        width: _line(row) if operation is Operation.TREE_STEP and len(row) > 2 else tuple(row.items())
-        for width, row in medians.items()
+        rows: {
+            width: _line(row) if operation is Operation.TREE_STEP and len(row) > 2 else tuple(row.items())
+            for width, row in by_width.items()
+        }
+        for rows, by_width in medians.items()
     }
-    table = OperationLatency(operation, knots, residuals=(1.0,))
+    table = OperationLatency(operation, knots.pop(1, {}), residuals=(1.0,), batched=knots)
     ratios = [
-        duration / float(table.location_s(width, context))
-        for (width, context), durations in by_cell.items()
+        duration / float(table.location_s(width, context, rows))
+        for (rows, width, context), durations in by_cell.items()
         for duration in durations
     ]
     return replace(table, residuals=equal_shares(ratios))
@@ -106,7 +111,7 @@ def _pulled_in(values: Iterable[float]) -> FloatArray:
 def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lane) -> float:
     """Median ratio of a lane's busy samples to its idle cells; at least 1, because company does not speed work up."""
     ratios = [
-        s.duration_s / float(latency[lane, s.operation].location_s(s.num_tokens, s.context))
+        s.duration_s / float(latency[lane, s.operation].location_s(s.num_tokens, s.context, s.batch_size))
         for s in samples
         if s.lane is lane and s.busy and s.operation in IN_SITU
     ]
@@ -117,14 +122,14 @@ def _in_situ(traces: Sequence[Trace], isolated: System) -> dict[str, dict[Key, t
     """By kind of decoder: ratios of what its operations took in the short runs to what the tables say of them."""
     ratios: dict[str, dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
-        check_one_row_at_a_time(trace)
         built = {(s.sequence, s.round) for s in trace.spans if s.operation is Operation.GLUE}
         for s in trace.spans:
             if s.operation in IN_SITU:
                 beside = s.operation is not Operation.DRAFT_STEP and (s.sequence, s.round) in built
                 slowdown = isolated.contention[s.lane] if beside and isolated.overlaps else 1.0
                 table = isolated.latency[s.lane, s.operation]
-                ratio = s.duration_s / float(table.location_s(s.num_tokens, s.context) * slowdown)
+                location_s = float(table.location_s(s.num_tokens / s.batch_size, s.context, s.batch_size))
+                ratio = s.duration_s / (location_s * slowdown)
                 ratios[trace.policy["kind"]][s.lane, s.operation].append(ratio)
     return {
         kind: {key: equal_shares(row) for key, row in rows.items() if len(row) >= FEWEST_IN_SITU}
@@ -144,5 +149,7 @@ def _host_times(traces: Sequence[Trace]) -> dict[HostTerm, float]:
 def _unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:
     """Per round: what is neither verification, nor drafting, nor the wait for an unfinished build."""
     policy = policy_from_dict(trace.policy)
-    for r, time in time_of_rounds(trace):
-        yield host_term(policy, r.source), time.lookup_s + time.rest_s
+    for rows, time in time_of_rounds(trace):
+        # A batch in which a row missed is as slow as one in which all did.
+        source = next((r.source for r in rows if r.source is not Source.HIT), Source.HIT)
+        yield host_term(policy, source), time.lookup_s + time.rest_s

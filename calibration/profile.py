@@ -19,6 +19,7 @@ from sim.workload import Workload
 
 SCHEMA = 1
 COLUMNS = tuple(field.name for field in fields(LatencySample))
+LATER_COLUMNS = ("batch_size",)  # earlier profiles lack them: every sample is of one row
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def profile_manifest(
     num_traces: int,
 ) -> dict[str, Any]:
     """`identity` of models and machine, resolved `settings`, and how long each part of the run took."""
-    cells = {(s.lane, s.operation, s.num_tokens, s.context, s.busy) for s in latency}
+    cells = {(s.lane, s.operation, s.batch_size, s.num_tokens, s.context, s.busy) for s in latency}
     return {
         "schema": SCHEMA,
         "record": "calibration",
@@ -132,10 +133,11 @@ def read_samples(path: Path) -> list[LatencySample]:
         table = pq.read_table(path)
     except pa.ArrowInvalid:
         raise BadInput(str(path), "is not a parquet file") from None
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = [name for name in COLUMNS if name not in (*table.column_names, *LATER_COLUMNS)]
     if missing:
         raise BadInput(f"{path}: {missing[0]}", "this column is missing")
-    samples = [_to_sample(row, index, str(path)) for index, row in enumerate(table.select(COLUMNS).to_pylist())]
+    known = [name for name in COLUMNS if name in table.column_names]
+    samples = [_to_sample(row, index, str(path)) for index, row in enumerate(table.select(known).to_pylist())]
     check_samples(samples, str(path))
     return samples
 
@@ -148,8 +150,9 @@ def _to_sample(row: dict[str, Any], index: int, name: str) -> LatencySample:
         if row[column] not in list(kind):
             raise BadInput(f"{name}: {column}, row {index}", f"must be one of {', '.join(kind)}", row[column])
         row[column] = kind(row[column])
-    for column, types in (("num_tokens", int), ("context", int), ("block", int), ("busy", bool), ("duration_s", float)):
-        if type(row[column]) is not types:
+    for column, value in row.items():
+        types = {"busy": bool, "duration_s": float}.get(column, int)
+        if column not in ("lane", "operation") and type(value) is not types:
             raise BadInput(f"{name}: {column}, row {index}", f"must be of type {types.__name__}", row[column])
     return LatencySample(**row)
 
@@ -159,9 +162,9 @@ def check_samples(samples: Iterable[LatencySample], name: str) -> None:
     for row, sample in enumerate(samples):
         if not (math.isfinite(sample.duration_s) and sample.duration_s > 0):
             raise BadInput(f"{name}: duration_s, row {row}", "must be a finite number > 0", sample.duration_s)
-        for column in ("num_tokens", "context", "block"):
-            if getattr(sample, column) < 0:
-                raise BadInput(f"{name}: {column}, row {row}", "must be >= 0", getattr(sample, column))
+        for column, least in (("num_tokens", 0), ("context", 0), ("block", 0), ("batch_size", 1)):
+            if getattr(sample, column) < least:
+                raise BadInput(f"{name}: {column}, row {row}", f"must be >= {least}", getattr(sample, column))
 
 
 # ------------------------------------------------------------------------------------------------- what may be compared

@@ -36,8 +36,8 @@ DEFINITIONS = """\
 - **tokens/s**: decode only. Tokens that rounds emitted over decode time, totals over totals; the prefill and the token
   that it emits are left out. *End-to-end tokens/s* includes both.
 - **speed-up**: ratio of two policies' tokens/s on the same prompts.
-- **intervals**: 95 % bootstraps over prompts, paired for ratios. A prediction's interval holds the spread of the
-  calibration prompts, not the uncertainty of the latencies.
+- **intervals**: 95 % bootstraps over prompts, or over batches of them, paired for ratios. A prediction's interval holds
+  the spread of the calibration prompts, not the uncertainty of the latencies.
 - **repeat spread**: half the range of the repeats' tokens/s over their mean: how far a measurement differs from itself.
 - **forecast**: made from the profile alone, before the run; the policies are chosen by it.
 - **predicted**: the same prediction at the speed that the machine had during the run. Between the measured runs,
@@ -58,8 +58,8 @@ DEFINITIONS = """\
   departs from them only where the target's two best logits are tied within rounding."""
 
 NOT_MODELLED = """\
-- Batches, load and other placements: the simulator knows them, but this run profiled and measured one sequence at a
-  time on one device for each role.
+- Load and other placements: the simulator knows them, but this run profiled and measured {at_a_time} on one device for
+  each role.
 - Speculation trees.
 - GPUs: nothing here was measured on one.
 - The steps of a build are taken to vary independently of each other and of the verification; in fact they share the
@@ -110,8 +110,9 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
 
     `summary` is the content of summary.json. `details` holds, by policy name, `measured` and `simulated` figures of
     merit (`calibration.breakdown.figures_of_merit`) under "policies"; the engines' cross-checks under "engines"; texts
-    that differ from AR's under "differences"; the number of policies searched under "num_policies"; remarks that belong
-    beside the answer under "notes".
+    that differ from AR's under "differences"; what the roles cost each other (`calibration.side_by_side`), or None,
+    under "side_by_side"; the number of policies searched under "num_policies"; remarks that belong beside the answer
+    under "notes".
     """
     sections = [
         f"# {manifest['settings']['name']}: AR, SD and SSD, predicted and measured",
@@ -136,17 +137,24 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
         "Mean milliseconds of a round, measured / simulated. During all parts but the verification the target waits.",
         _round_time_table(summary, details),
         "![Timeline of some rounds](figures/timeline.svg)",
+        "## Alone and side by side",
+        _side_by_side(details["side_by_side"]),
         "## Two engines",
-        "The exact recursion and the event simulation predict the same expectation; the second one samples it.",
+        "They predict the same expectation; the event simulation samples it.",
         _engines_table(details["engines"]),
         "## Definitions",
         DEFINITIONS,
         "## Not modelled yet",
-        NOT_MODELLED,
+        NOT_MODELLED.format(at_a_time=_at_a_time(manifest)),
         "## How it was made",
         _manifest_table(manifest),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _at_a_time(manifest: Mapping[str, Any]) -> str:
+    num_rows = manifest["workload"]["batch_size"]
+    return "one sequence at a time" if num_rows == 1 else f"batches of {num_rows} sequences that begin together"
 
 
 def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -242,6 +250,26 @@ def _round_time_table(summary: Mapping[str, Any], details: Mapping[str, Any]) ->
     return _table(["policy", *(title for _, title in ROUND_TIMES)], rows)
 
 
+def _side_by_side(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "The roles took turns: nothing was timed beside the other."
+    rows = [
+        [
+            f"{step['operation']} ({step['lane']})",
+            str(step["batch_size"]),
+            str(step["num_tokens"]),
+            str(step["context"]),
+            f"{1e3 * step['alone_s']:.2f}",
+            f"{1e3 * step['beside_s']:.2f}",
+            f"{step['beside_s'] / step['alone_s']:.2f}",
+        ]
+        for step in found["steps"]
+    ]
+    head = ["operation", "rows", "tokens of each", "context", "alone, ms", "beside the other role, ms", "ratio"]
+    gain = f"Side by side the roles do {found['gain']:.2f} times the work that they do one after the other in that time"
+    return f"{_table(head, rows)}\n\n{gain} (2: neither slows the other; 1: they take turns)."
+
+
 def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:
     return "-" if times is None else f"{1e3 * times[key]:.2f}"
 
@@ -250,14 +278,15 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             engine["name"],
-            f"{engine['exact_tokens_per_s']:.2f}",
+            engine["engine"],
+            f"{engine['tokens_per_s']:.2f}",
             f"{engine['des_tokens_per_s']:.2f} ± {engine['standard_error']:.2f}",
             f"{100 * engine['relative_difference']:+.2f} %",
             f"{engine['z']:+.1f}",
         ]
         for engine in engines
     ]
-    head = ["policy", "recursion, tokens/s", "event simulation, tokens/s", "difference", "in standard errors"]
+    head = ["policy", "engine", "tokens/s", "event simulation, tokens/s", "difference", "in standard errors"]
     return _table(head, rows)
 
 

@@ -82,8 +82,8 @@ class Comparison:
 def compare(forecast: Prediction[Policy], prediction: Prediction[Policy], traces: Sequence[Trace]) -> Comparison:
     """Set both predictions beside the repeats of the same policy.
 
-    Raises `BadInput` if one is of another policy or of forced accept counts, or a trace holds no round: then nothing
-    was decoded that has a rate.
+    Raises `BadInput` if one is of another policy or of forced accept counts, if a trace holds no round, for then
+    nothing was decoded that has a rate, and if the draft of a run failed and the target ended it alone.
     """
     if forecast.policy != prediction.policy:
         raise BadInput("forecast.policy", f"must be {prediction.policy.name}, as predicted", forecast.policy.name)
@@ -91,6 +91,8 @@ def compare(forecast: Prediction[Policy], prediction: Prediction[Policy], traces
         trace.require_generation()
         if trace.policy != prediction.policy.to_dict():
             raise BadInput("trace.policy", f"must be {prediction.policy.name}, which was predicted", trace.policy)
+        if trace.meta.get("draft_failure"):
+            raise BadInput("trace", "must be of a run whose draft did not fail", trace.meta["draft_failure"])
         if not trace.rounds:
             raise BadInput("workload", "must decode more than the first token of some prompt, or there is no rate")
     rates = [metrics.tokens_per_s([trace]).value for trace in traces]

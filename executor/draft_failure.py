@@ -1,16 +1,16 @@
-"""What becomes of a run whose draft process fails."""
+"""What becomes of a run whose draft fails."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from executor.draft_process import DraftFailed
+from executor.draft_client import DraftFailed
 from executor.loops import NO_SPECULATION, Draft
-from executor.sequence import Request, Verified
+from executor.observation import DraftWork
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
-from sim.policy import Speculative, SpeculativeSpeculative
 from sim.trace import Span
 
 
@@ -31,12 +31,17 @@ class ExpendableDraft:
         self._draft = draft
         self._sequences: list[int] = []
         self._num_rounds = 0
+        self._last_work = DraftWork()
         self.failure: dict[str, Any] | None = None
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+    @property
+    def work(self) -> DraftWork:
+        return DraftWork() if self.failure else self._draft.work
+
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         self._sequences, self._num_rounds = [request.index for request in requests], 0
         if self.failure is None:
-            self._draft.begin(policy, requests)
+            self._draft.begin(requests, tells_builds=tells_builds)
 
     def wait(self) -> None:
         if self.failure is None:
@@ -45,14 +50,23 @@ class ExpendableDraft:
             except DraftFailed as error:
                 self._give_up(self._sequences[0], error)
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+    def speculate(self, question: Question) -> dict[int, Speculation]:
         if self.failure is None:
             try:
-                self._num_rounds += 1
-                return self._draft.speculate(verified)
+                self._num_rounds += 1 + question.num_rounds_without
+                speculations = self._draft.speculate(question)
             except DraftFailed as error:
-                self._give_up(self._sequences[next(iter(verified))], error)
-        return dict.fromkeys(verified, NO_SPECULATION)
+                self._give_up(self._sequences[next(iter(question.verified))], error)
+            else:
+                self._last_work = self._draft.work
+                return speculations
+        return dict.fromkeys(question.verified, NO_SPECULATION)
+
+    def take_notice(self) -> None:
+        if self.failure is None:
+            self._draft.take_notice()
+        elif self._last_work.build_s is None:
+            self._last_work.build_s = 0.0  # it will never be known
 
     def spans(self) -> list[Span]:
         if self.failure is None:

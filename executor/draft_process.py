@@ -1,124 +1,52 @@
-"""The draft role in a process of its own, and the messages between the two."""
+"""The draft role in a process of its own."""
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing
 import os
-import pickle
 import signal
-import struct
 import time
-import traceback
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import numpy as np
-import torch
-
-from executor.channel import Channel
+from executor.channel import PipeChannel
+from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient, serve, upcoming
 from executor.draft_service import DraftService
 from executor.pairs import Pair
+from executor.place import Place
 from executor.recorder import now_s
-from executor.sequence import Request, Verified
-from executor.speculation_cache import Speculation
-from sim.errors import BadInput, RunFailed
-from sim.policy import Proposer, Speculative, SpeculativeSpeculative
-from sim.trace import Outcome, Source, Span
 
-ANSWER_TIMEOUT_S = 6.0  # for what a decoder asks; loading and profiling may take as long as they like
 _STOP_TIMEOUT_S = 5.0
 _DUMP_TIMEOUT_S = 1.0  # for a hanging child to say where it hangs
+DUMP_SIGNAL = signal.SIGUSR1  # a child that gets it writes down where it is
 
 
-class DraftFailed(RunFailed):
-    """The draft process raised an exception (its traceback is in the message), died, or did not answer in time."""
+class ProcessDraft(DraftClient):
+    """The draft role in a child process, which dies with its parent."""
 
-
-class ProcessDraft:
-    """The draft role in a child process: the child answers outcomes, then builds while the caller verifies.
-
-    Every request has a number, which its reply repeats. So a reply that comes late, to a request that nobody waits for
-    any more, is told from the reply to another round, and dropped.
-    """
-
-    def __init__(self, pair: Pair, dtype: str, core: int, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        self._answer_timeout_s = answer_timeout_s
-        self._number = 0  # of the last request
-        self._awaited: deque[int] = deque([0])  # requests that will be asked for their reply; 0 is the loading
+    def __init__(self, pair: Pair, dtype: str, place: Place, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._dump = NamedTemporaryFile(prefix="draft-")  # noqa: SIM115 - as long as the process
         context = multiprocessing.get_context("spawn")
         own_end, child_end = context.Pipe()
-        args = (child_end, pair, dtype, core, self._dump.name)
-        self.process = context.Process(target=serve, args=args, daemon=True, name="draft")
+        args = (child_end, pair, dtype, place, self._dump.name)
+        self.process = context.Process(target=run, args=args, daemon=True, name="draft")
         self.process.start()
-        self._channel = Channel(own_end)
         child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
-        self.placement: dict[str, int] = {}
+        super().__init__(PipeChannel(own_end), answer_timeout_s)
 
-    def wait_until_loaded(self) -> None:
-        """The child has loaded its model; `placement` is what it read back about itself."""
-        self.placement = self.result()
+    def _how_it_died(self) -> str:
+        self.process.join(_STOP_TIMEOUT_S)
+        return f"the draft process died with exit code {self.process.exitcode}"
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        self._awaited.clear()  # whatever an interrupted run has left
-        self.start("begin", policy, requests)
-
-    def wait(self) -> None:
-        pickle.loads(self._receive(self._answer_timeout_s))
-
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        self._send(_ROUND, _pack_verified(verified))
-        body = self._receive(self._answer_timeout_s)
-        return dict(zip(verified, _unpack_speculations(body, len(verified)), strict=True))
-
-    def spans(self) -> list[Span]:
-        self.start("spans")
-        return pickle.loads(self._receive(self._answer_timeout_s))
-
-    def start(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Have the child call a method of its draft service; `result` waits for what it gives."""
-        self._send(_CALL, pickle.dumps((method, args, kwargs)))
-
-    def is_done(self) -> bool:
-        return self._channel.is_ready()
-
-    def result(self) -> Any:
-        return pickle.loads(self._receive())
-
-    def _send(self, kind: bytes, body: bytes) -> None:
-        self._number += 1
-        self._awaited.append(self._number)
-        # A child that failed has said why before it closed its end: `_receive` finds that.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.send(_pack(kind, self._number, body))
-
-    def _receive(self, timeout_s: float | None = None) -> bytes:
-        """The reply to the oldest request that awaits one."""
-        awaited = self._awaited.popleft()
-        while True:
-            kind, number, body = _unpack(self._next_message(timeout_s))
-            if kind == _FAULT:
-                error_type, args = pickle.loads(body)
-                raise error_type(*args)
-            if number == awaited:
-                return body
-
-    def _next_message(self, timeout_s: float | None) -> bytes:
-        try:
-            return self._channel.receive(timeout_s)
-        except (EOFError, ConnectionResetError):
-            self.process.join(_STOP_TIMEOUT_S)
-            raise DraftFailed(f"the draft process died with exit code {self.process.exitcode}") from None
-        except TimeoutError:
-            where = self._where_it_hangs()
-            self.process.kill()
-            raise DraftFailed(f"the draft process has not answered for {timeout_s} s and was ended\n{where}") from None
+    def _give_up(self) -> str:
+        where = self._where_it_hangs()
+        self.process.kill()
+        return f"its process was ended\n{where}"
 
     def _where_it_hangs(self) -> str:
         """The child's traceback, if it is able to give one."""
@@ -139,122 +67,19 @@ class ProcessDraft:
         self._dump.close()
 
 
-# ----------------------------------------------------------------------------------------------------- the child
-
-DUMP_SIGNAL = signal.SIGUSR1  # a child that gets it writes down where it is
-_ROUND, _CALL, _ANSWER, _FAULT = b"R", b"C", b"A", b"F"
-_HEAD = struct.Struct("<cq")  # kind of message, number of the request
-_REQUEST = struct.Struct("<4q")  # row, accepted, bonus token, remaining
-_REPLY = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
-_SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)
-
-
-def serve(connection: Connection, pair: Pair, dtype: str, core: int, dump: str) -> None:
-    """Main function of the child: answer requests until the caller closes its end of the pipe."""
-    channel = Channel(connection)
+def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str) -> None:
+    """Main function of the child: serve until the caller closes its end of the pipe."""
     dump_file = Path(dump).open("w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(DUMP_SIGNAL, dump_file, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; it closes the pipe
+    channel = PipeChannel(connection)
     try:
-        threads = pin(core)
-        model = pair.load("draft", dtype)
-        service = DraftService(model, interrupted=channel.is_ready, upcoming=lambda: _upcoming(channel))
-        _answer(channel, 0, {"pid": os.getpid(), "core": core, "threads": threads})
-        while True:
-            _serve_one(channel, service, channel.receive())
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except BadInput as error:
-        name, _, rule = str(error).partition(": ")
-        _fail(channel, BadInput, name, rule)
-    except Exception:
-        _fail(channel, DraftFailed, f"the draft process failed\n{traceback.format_exc()}")
+        serve(channel, partial(_load, channel, pair, dtype, place))
+    finally:
+        channel.close()  # the caller need not wait for the interpreter to end
 
 
-def _upcoming(channel: Channel) -> dict[int, Outcome] | None:
-    """What the next request brings, see `speculator.Upcoming`."""
-    message = channel.peek()
-    if message is None:
-        return None
-    kind, _, body = _unpack(message)
-    if kind != _ROUND:
-        return {}
-    return {row: verified.outcome for row, verified in _unpack_verified(body).items()}
-
-
-def _serve_one(channel: Channel, service: DraftService, message: bytes) -> None:
-    kind, number, body = _unpack(message)
-    if kind == _ROUND:
-        speculations = service.speculate(_unpack_verified(body))
-        channel.send(_pack(_ANSWER, number, _pack_speculations(speculations.values())))
-        service.prepare()
-    else:
-        method, args, kwargs = pickle.loads(body)
-        _answer(channel, number, getattr(service, method)(*args, **kwargs))
-
-
-def _answer(channel: Channel, number: int, result: Any) -> None:
-    channel.send(_pack(_ANSWER, number, pickle.dumps(result)))
-
-
-def _fail(channel: Channel, error_type: type[Exception], *args: str) -> None:
-    with suppress(OSError):
-        channel.send(_pack(_FAULT, 0, pickle.dumps((error_type, args))))
-
-
-def _pack(kind: bytes, number: int, body: bytes) -> bytes:
-    return _HEAD.pack(kind, number) + body
-
-
-def _unpack(message: bytes) -> tuple[bytes, int, bytes]:
-    return (*_HEAD.unpack_from(message), message[_HEAD.size :])
-
-
-def _pack_verified(verified: Mapping[int, Verified]) -> bytes:
-    return b"".join(
-        _REQUEST.pack(row, v.outcome.num_accepted, v.outcome.bonus_token, v.remaining) for row, v in verified.items()
-    )
-
-
-def _unpack_verified(body: bytes) -> dict[int, Verified]:
-    return {
-        row: Verified(Outcome(num_accepted, bonus_token), remaining)
-        for row, num_accepted, bonus_token, remaining in _REQUEST.iter_unpack(body)
-    }
-
-
-def _pack_speculations(speculations: Iterable[Speculation]) -> bytes:
-    return b"".join(part for speculation in speculations for part in _parts(speculation))
-
-
-def _parts(speculation: Speculation) -> Iterable[bytes]:
-    probs = speculation.draft_probs
-    vocab_size = 0 if probs is None else probs.shape[-1]
-    origin = _SOURCES.index(speculation.source), _PROPOSERS.index(speculation.proposer)
-    yield _REPLY.pack(*origin, len(speculation.tokens), vocab_size)
-    yield np.asarray(speculation.tokens, dtype=np.int64).tobytes()
-    if probs is not None:
-        yield probs.numpy().tobytes()
-
-
-def _unpack_speculations(body: bytes, num: int) -> Iterable[Speculation]:
-    """Inverse of `_pack_speculations`."""
-    writable, place = bytearray(body), 0
-    for _ in range(num):
-        source, proposer, num_tokens, vocab_size = _REPLY.unpack_from(body, place)
-        place += _REPLY.size
-        tokens = np.frombuffer(body, dtype=np.int64, count=num_tokens, offset=place)
-        place += tokens.nbytes
-        probs = None
-        if vocab_size:
-            flat = np.frombuffer(writable, dtype=np.float64, count=num_tokens * vocab_size, offset=place)
-            place += flat.nbytes
-            probs = torch.from_numpy(flat).view(num_tokens, vocab_size)
-        yield Speculation(_SOURCES[source], tuple(tokens.tolist()), probs, _PROPOSERS[proposer])
-
-
-def pin(core: int) -> int:
-    """Put the calling thread on one core and torch on one thread; return the number of threads, read back."""
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    return torch.get_num_threads()
+def _load(channel: PipeChannel, pair: Pair, dtype: str, place: Place) -> tuple[DraftService, dict[str, Any]]:
+    placement = {"pid": os.getpid(), **place.settle()}
+    model = place.load(pair, "draft", dtype)
+    return DraftService(model, interrupted=channel.is_ready, upcoming=lambda: upcoming(channel)), placement

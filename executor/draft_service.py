@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
-from executor.recorder import Recorder
-from executor.sequence import Request, Verified
+from executor.recorder import Recorder, clock_of
+from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator, Speculator, SynchronousSpeculator, Upcoming
-from sim.policy import Speculative, SpeculativeSpeculative
-from sim.trace import Lane, Span
+from executor.speculator import Speculator, Upcoming
+from executor.static_pass import PassCounts
+from sim.trace import Lane, Operation, Span
 
 
 class DraftService:
@@ -25,28 +25,41 @@ class DraftService:
 
     def __init__(self, model: LanguageModel, interrupted: Callable[[], bool], upcoming: Upcoming) -> None:
         self.model = model
-        self._recorder = Recorder(Lane.DRAFT)
+        self._recorder = Recorder(Lane.DRAFT, clock_of(model.device))
         self._interrupted = interrupted
         self._upcoming = upcoming
 
     # ------------------------------------------------------------------------------------------------- decoding
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
-        """Prefill the prompts of a batch; take the draft's half of `policy`."""
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Prefill the prompts of a batch."""
         self._recorder.begin_batch([request.index for request in requests])
         drafter = Drafter(self.model, self._recorder, requests)
-        self._speculator: Speculator
-        if isinstance(policy, Speculative):
-            self._speculator = SynchronousSpeculator(policy, drafter, self._recorder)
-        else:
-            self._speculator = CachingSpeculator(policy, drafter, self._recorder, self._upcoming)
+        self._recorder.wait()  # the first round begins after the prefill
+        self._speculator = Speculator(drafter, self._recorder, self._upcoming)
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
-        return self._speculator.speculate(verified)
+    def speculate(self, question: Question) -> dict[int, Speculation]:
+        self._first_of_answer = self._recorder.num_spans
+        speculations = self._speculator.speculate(question)
+        self._first_of_build = self._recorder.num_spans
+        return speculations
 
     def prepare(self) -> None:
         """What follows an answer while the target verifies."""
-        self._speculator.prepare()
+        self._is_built = self._speculator.prepare()
+
+    def draft_s(self) -> float:
+        """How long the drafting for the last answer took."""
+        spans = self._recorder.spans[self._first_of_answer : self._first_of_build]
+        return _seconds([span for span in spans if span.operation is Operation.DRAFT_STEP])
+
+    def build_s(self) -> float:
+        """How long the build took that followed it; 0 if nothing was built."""
+        return _seconds(self._recorder.spans[self._first_of_build :]) if self._is_built else 0.0
+
+    def capture(self) -> PassCounts:
+        """Record the passes that earlier runs have met."""
+        return self.model.capture()
 
     def spans(self) -> list[Span]:
         """The draft's spans of the batch."""
@@ -57,7 +70,7 @@ class DraftService:
     def score(self, texts: Sequence[Sequence[int]], num_rows: int) -> NDArray[np.floating]:
         """Texts of equal length -> (num_texts, num_rows, V) logits after each of the last `num_rows` tokens."""
         rows = self.model.with_rows(len(texts))
-        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).numpy()
+        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).double().cpu().numpy()
 
     def measure(self, cells: Sequence[DraftCell], num_repeats: int) -> list[Span]:
         """Time every cell once, in the order given."""
@@ -73,3 +86,8 @@ class DraftService:
 
     def answer(self) -> None:
         """Nothing, at once: ends `keep_busy`."""
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    """From the start of the first to the end of the last."""
+    return spans[-1].end_s - spans[0].start_s if spans else 0.0

@@ -1,20 +1,22 @@
-"""Policy + workload + loaded pair -> Trace."""
+"""Decider + workload + loaded pair -> Trace."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
 from executor.forced import ForcedTarget
-from executor.loops import Draft, autoregressive, speculative, speculative_speculative
+from executor.loops import Choose, Draft, autoregressive, speculative
+from executor.observation import Observer
 from executor.sequence import NewTokens, OpenBatch, Request
 from executor.target import Target
+from sim.decider import Chooser, Decider
 from sim.errors import BadInput
-from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
+from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
 from sim.trace import FORCED, Sequence, Trace
 from sim.workload import Workload
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def execute(
-    policy: Policy,
+    decider: Decider,
     workload: Workload,
     runner: Runner,
     seed: int = 0,
@@ -44,6 +46,10 @@ def execute(
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
 
+    `decider` is a policy, a table by the number of rows still open, or an adaptive choice, which starts without any
+    past and is told of every row of every round with its times; the trace names the policy of every round. What was
+    prepared under one SSD policy is verified under the next one (`executor.speculator`).
+
     `on_tokens` gets the tokens of every sequence as they are committed, after the prefill and after each round, outside
     what is recorded as an operation. With `log_probs` the trace holds the target's log-probability of every token.
 
@@ -56,10 +62,14 @@ def execute(
     Where a text outgrows the positions of the draft it goes on without draft tokens, as AR; `meta["num_without_draft"]`
     counts the prompts that leave the draft model no room at all.
 
-    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know.
+    Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know, or
+    if policies follow one another that cannot.
     """
-    check_room(policy, workload, runner)
-    trace = Trace(policy=policy.to_dict(), workload=workload.identity())
+    chooser = Chooser(decider)
+    observer = None if chooser.controller is None else Observer(chooser.controller)
+    for policy in policies_of(decider):
+        check_room(policy, workload, runner)
+    trace = Trace(policy=decider.to_dict(), workload=workload.identity())
     target = runner.target
     if forced_acceptance is not None:
         counts = tuple(forced_acceptance)
@@ -70,12 +80,21 @@ def execute(
         raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
+    captures = runner.capture() if runner.graphs else {}
     num_bad_rows_before = target.num_bad_draft_rows
     asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
+    role = draft if observer is not None or any(p.speculation_length for p in policies_of(decider)) else None
+
+    def choose(num_rows: int) -> Policy:
+        policy = chooser.at(num_rows)
+        if observer is not None:  # only a controller has policies that nobody knows before
+            check_room(policy, workload, runner)
+        return policy
+
     for start in range(0, len(asked), workload.batch_size):
         batch = OpenBatch(asked[start : start + workload.batch_size], tokenizer, on_tokens)
-        sequences = _decode(policy, batch, target, draft, trace)
+        sequences = _decode(choose, batch, target, role, observer, trace)
         trace.sequences += sequences
         if progress is not None:
             for sequence in sequences:
@@ -87,15 +106,15 @@ def execute(
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
-        "num_without_draft": _beyond_the_draft(policy, workload, runner),
+        "captures": {role: asdict(counts) for role, counts in captures.items()},
+        "num_without_draft": 0 if role is None else _beyond_the_draft(workload, runner),
     }
     return trace
 
 
-def _beyond_the_draft(policy: Policy, workload: Workload, runner: Runner) -> int:
-    """How many prompts fill the draft's positions, if the policy needs any."""
-    limit = runner.pair.max_positions
-    return 0 if isinstance(policy, Autoregressive) else sum(len(prompt) >= limit for prompt in workload.prompts)
+def _beyond_the_draft(workload: Workload, runner: Runner) -> int:
+    """How many prompts fill the draft's positions."""
+    return sum(len(prompt) >= runner.pair.max_positions for prompt in workload.prompts)
 
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
@@ -122,6 +141,13 @@ def tokenizer_for(workload: Workload, runner: Runner, *, is_shown: bool = False)
     return runner.pair.tokenizer
 
 
+def policies_of(decider: Decider) -> tuple[Policy, ...]:
+    """Those that are known before the run: none of an adaptive choice."""
+    if isinstance(decider, PolicyTable):
+        return tuple(policy for _, policy in decider.entries)
+    return (decider,) if isinstance(decider, Policy) else ()
+
+
 def check_room(policy: Policy, workload: Workload, runner: Runner) -> None:
     """Every position that a text may have must exist in the target; the policy must be one that the executor runs.
 
@@ -145,13 +171,19 @@ def check_runs(policy: Policy, workload: Workload) -> None:
         raise BadInput("downweight", "must be 1 at temperature 0, where no token is sampled", policy.downweight)
 
 
-def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trace: Trace) -> list[Sequence]:
-    """Decode the sequences of a batch; their spans and rounds go into the trace."""
+def _decode(
+    choose: Choose, batch: OpenBatch, target: Target, draft: Draft | None, observer: Observer | None, trace: Trace
+) -> list[Sequence]:
+    """Decode the sequences of a batch; their spans and rounds go into the trace. Without a draft by AR."""
     recorder = target.recorder
     recorder.begin_batch([request.index for request in batch.requests])
     if batch.requests[0].max_new_tokens > 0:
-        _run_loop(policy, batch, target, draft)
-        spans = recorder.spans if isinstance(policy, Autoregressive) else recorder.spans + draft.spans()
+        if draft is None:
+            autoregressive(choose, batch, target)
+            spans = recorder.spans
+        else:
+            speculative(choose, batch, target, draft, observer)
+            spans = recorder.spans + draft.spans()
         trace.spans += sorted(spans, key=lambda span: span.start_s)
         trace.rounds += recorder.rounds
     end_s = {r.sequence: r.end_s for r in recorder.rounds}
@@ -169,13 +201,3 @@ def _decode(policy: Policy, batch: OpenBatch, target: Target, draft: Draft, trac
         )
         for row, sequence in enumerate(batch.sequences)
     ]
-
-
-def _run_loop(policy: Policy, batch: OpenBatch, target: Target, draft: Draft) -> None:
-    match policy:
-        case Autoregressive():
-            autoregressive(batch, target)
-        case Speculative():
-            speculative(policy, batch, target, draft)
-        case SpeculativeSpeculative():
-            speculative_speculative(policy, batch, target, draft)

@@ -1,4 +1,8 @@
-"""Cells of the latency grid: one operation at one size and context, timed through the code that decodes."""
+"""Cells of the latency grid: one operation at one size and context, timed through the code that decodes.
+
+Sizes are those of each row. Its rows have ragged contexts, as where each accepts what it accepts, whose mean is the
+cell's.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ import torch
 
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
-from executor.recorder import Recorder
+from executor.recorder import Recorder, clock_of
 from executor.sampling import draw, process
-from executor.sequence import Request, Verified
+from executor.sequence import Question, Request, Verified
 from executor.speculation_cache import Speculation
-from executor.speculator import CachingSpeculator
+from executor.speculator import Speculator
 from executor.target import Target
 from sim.latency import LatencySample
 from sim.policy import Drafting, Fallback, Proposer, SpeculativeSpeculative, uniform_fan_out
@@ -29,6 +33,7 @@ class PrefillCell:
 
     context: int
     temperature: float
+    num_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class VerifyCell:
     context: int
     num_tokens: int
     temperature: float
+    num_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class DraftStepCell:
     context: int
     num_tokens: int
     temperature: float
+    num_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class BuildCell:
     num_steps: int
     operation: Operation
     temperature: float
+    num_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class LookupCell:
     context: int
     num_branches: int
     temperature: float
+    num_rows: int = 1
 
 
 TargetCell = PrefillCell | VerifyCell
@@ -77,8 +86,9 @@ DraftCell = PrefillCell | DraftStepCell | BuildCell | LookupCell
 def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[Span]:
     """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
     recorder = target.recorder
-    recorder.begin_batch([0])
-    requests = [_request(cell, target.model.vocab_size)]
+    contexts = _contexts(cell)
+    recorder.begin_batch(range(cell.num_rows))
+    requests = _requests(cell, target.model.vocab_size)
     if isinstance(cell, PrefillCell):
         for _ in range(1 + num_repeats):
             target.prefill(requests)
@@ -87,19 +97,21 @@ def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[S
     recorder.begin_decoding()
     speculation = _speculation(cell, target.model.vocab_size)
     for _ in range(1 + num_repeats):
-        target.model.roll_back(cell.context)
-        target.verify({0: speculation})
+        for row, context in enumerate(contexts):
+            target.model.roll_back(context, row)
+        target.verify(dict.fromkeys(range(cell.num_rows), speculation))
     return recorder.spans[2:]
 
 
 def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> list[Span]:
     """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
-    recorder = Recorder(Lane.DRAFT)
+    recorder = Recorder(Lane.DRAFT, clock_of(model.device))
+    recorder.begin_batch(range(cell.num_rows))
     drafter = _begin(model, recorder, cell)
     recorder.begin_decoding()
     kept: list[Span] = []
     for repeat in range(1 + num_repeats):
-        recorder.spans.clear()
+        recorder.forget()
         match cell:
             case PrefillCell():
                 _begin(model, recorder, cell)
@@ -116,7 +128,12 @@ def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> li
 
 def samples(spans: Iterable[Span], *, busy: bool, block: int) -> list[LatencySample]:
     """Spans as the samples of one block."""
-    return [LatencySample(s.lane, s.operation, s.num_tokens, s.context, busy, block, s.duration_s) for s in spans]
+    return [
+        LatencySample(
+            s.lane, s.operation, s.num_tokens // s.batch_size, s.context, busy, block, s.duration_s, s.batch_size
+        )
+        for s in spans
+    ]
 
 
 def _operation(cell: DraftCell) -> Operation:
@@ -132,26 +149,35 @@ def _operation(cell: DraftCell) -> Operation:
 
 
 def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter:
-    return Drafter(model, recorder, [_request(cell, model.vocab_size)])
+    return Drafter(model, recorder, _requests(cell, model.vocab_size))
 
 
-def _request(cell: TargetCell | DraftCell, vocab_size: int) -> Request:
-    """One that never ends."""
-    prompt = _tokens(cell.context, vocab_size)
-    return Request(0, prompt, 1 << 30, Sampling(cell.temperature), stop_ids=(), seed=SEED)
+def _requests(cell: TargetCell | DraftCell, vocab_size: int) -> list[Request]:
+    """One for each row; they never end."""
+    prompts = [_tokens(context, vocab_size) for context in _contexts(cell)]
+    rules = (1 << 30, Sampling(cell.temperature), ())
+    return [Request(row, prompt, *rules, seed=SEED) for row, prompt in enumerate(prompts)]
+
+
+def _contexts(cell: TargetCell | DraftCell) -> list[int]:
+    pairs = [cell.context + shift for _ in range(cell.num_rows // 2) for shift in (-1, 1)]
+    return pairs + [cell.context] * (cell.num_rows % 2)
 
 
 def _draft_step(drafter: Drafter, cell: DraftStepCell) -> None:
-    drafter.committed[0] = list(_tokens(cell.context + cell.num_tokens, drafter.model.vocab_size))
-    drafter.model.roll_back(cell.context)
-    drafter.draft({0: 1}, _drafting(1))
+    for row, context in enumerate(_contexts(cell)):
+        drafter.committed[row] = list(_tokens(context + cell.num_tokens, drafter.model.vocab_size))
+        drafter.model.roll_back(context, row)
+    drafter.draft(dict.fromkeys(range(cell.num_rows), 1), _drafting(1))
 
 
 def _build(drafter: Drafter, cell: BuildCell) -> None:
-    tokens = _tokens(cell.context + 1 + cell.num_drafted, drafter.model.vocab_size)
-    drafter.committed[0] = list(tokens[: cell.context + 1])
+    drafted = {}
+    for row, context in enumerate(_contexts(cell)):
+        tokens = _tokens(context + 1 + cell.num_drafted, drafter.model.vocab_size)
+        drafter.committed[row], drafted[row] = list(tokens[: context + 1]), tokens[context + 1 :]
     fan_out = uniform_fan_out(cell.num_drafted, cell.num_branches)
-    drafter.build({0: tokens[cell.context + 1 :]}, {0: fan_out}, _drafting(cell.num_steps))
+    drafter.build(drafted, dict.fromkeys(drafted, fan_out), _drafting(cell.num_steps))
 
 
 def _drafting(num_tokens: int) -> Drafting:
@@ -160,10 +186,12 @@ def _drafting(num_tokens: int) -> Drafting:
 
 def _look_up(model: LanguageModel, recorder: Recorder, cell: LookupCell) -> None:
     policy = SpeculativeSpeculative(1, (0, 0), (cell.num_branches,), Fallback.NONE)
-    speculator = CachingSpeculator(policy, _begin(model, recorder, cell), recorder, upcoming=lambda: None)
-    speculator.speculate({0: Verified(Outcome(0, 0), remaining=8)})
-    speculator.prepare()
-    speculator.speculate({0: Verified(Outcome(0, 0), remaining=7)})
+    speculator = Speculator(_begin(model, recorder, cell), recorder, upcoming=lambda: None)
+    for remaining in (8, 7):
+        verified = Verified(Outcome(0, 0), remaining)
+        speculator.speculate(Question(policy, dict.fromkeys(range(cell.num_rows), verified)))
+        if remaining == 8:
+            speculator.prepare()
 
 
 def _tokens(num: int, vocab_size: int) -> tuple[int, ...]:

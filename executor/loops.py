@@ -2,89 +2,119 @@
 
 The rows of a batch advance together: one verification for all of them, in which each accepts what it accepts. A row
 that ends leaves, and the others go on. The prefill is treated as a verification of nothing: its outcomes are the first
-tokens.
+tokens. Every round runs under the policy that is chosen for it, so a batch may go from one decoder to another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from executor.observation import DraftWork, Observer
 from executor.recorder import RowRound
-from executor.sequence import OpenBatch, Request, Verified
+from executor.sequence import OpenBatch, Question, Request
 from executor.speculation_cache import Speculation
 from executor.target import Target
-from sim.policy import Speculative, SpeculativeSpeculative
+from sim.errors import BadInput
+from sim.policy import Policy, SpeculativeSpeculative
 from sim.trace import Outcome, Source, Span
 
 NO_SPECULATION = Speculation(Source.SYNCHRONOUS)
+Choose = Callable[[int], Policy]  # number of rows -> the policy of their next round
 
 
 class Draft(Protocol):
     """The draft role, in this process or in another."""
 
-    def begin(self, policy: Speculative | SpeculativeSpeculative, requests: Sequence[Request]) -> None:
+    @property
+    def work(self) -> DraftWork:
+        """For the round that it answered last. Filled in as far as it is known; a build's time is where the batch began
+        with `tells_builds`."""
+
+    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         """Start the prefill of a batch; need not wait for its end."""
 
     def wait(self) -> None:
         """Return when the prefill is done."""
 
-    def speculate(self, verified: Mapping[int, Verified]) -> dict[int, Speculation]:
+    def speculate(self, question: Question) -> dict[int, Speculation]:
         """The next round's speculation of each row that goes on, at most `remaining` - 1 tokens. Under SSD the draft
         then builds on its own."""
+
+    def take_notice(self) -> None:
+        """Fill in what has become known of its builds."""
 
     def spans(self) -> list[Span]:
         """What it did for the batch."""
 
 
-def autoregressive(batch: OpenBatch, target: Target) -> None:
-    """AR: one target pass per token."""
+def autoregressive(choose: Choose, batch: OpenBatch, target: Target) -> None:
+    """AR: one target pass per token, whatever the policy says. No draft is needed."""
     outcomes = target.prefill(batch.requests)
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
     while batch.rows:
-        _verify(target, dict.fromkeys(batch.rows, NO_SPECULATION), batch)
+        policy = choose(len(batch.rows))
+        _verify(target, policy, dict.fromkeys(batch.rows, NO_SPECULATION), batch)
 
 
-def speculative(policy: Speculative, batch: OpenBatch, target: Target, draft: Draft) -> None:
-    """SD: the target waits while the draft drafts, the draft waits while the target verifies."""
-    outcomes = _begin(policy, batch, target, draft)
+def speculative(
+    choose: Choose, batch: OpenBatch, target: Target, draft: Draft, observer: Observer | None = None
+) -> None:
+    """SD: the target waits while the draft drafts, the draft waits while the target verifies. SSD: having answered the
+    outcomes, the draft prepares answers to the next ones while the target verifies. Rounds of AR pass without the
+    draft, which hears of them with the next question.
+    """
+    _begin(batch, target, draft, tells_builds=observer is not None)
+    before: Policy | None = None
     while batch.rows:
-        speculations = draft.speculate(batch.verified(outcomes))
-        outcomes = _verify(target, speculations, batch)
+        policy = choose(len(batch.rows))
+        if policy.speculation_length:
+            speculations = draft.speculate(batch.question(policy))  # look-ups on hits; the build starts on return
+            _check_in_hand(before, policy, speculations)
+            work = draft.work
+        else:
+            speculations, work = dict.fromkeys(batch.rows, NO_SPECULATION), DraftWork()
+        _verify(target, policy, speculations, batch)
+        if observer is not None:
+            draft.take_notice()
+            observer.end_round(policy, *target.recorder.last_round(), work)
+        before = policy
 
 
-def speculative_speculative(policy: SpeculativeSpeculative, batch: OpenBatch, target: Target, draft: Draft) -> None:
-    """SSD: having answered the outcomes, the draft prepares answers to the next ones while the target verifies."""
-    outcomes = _begin(policy, batch, target, draft)
-    while batch.rows:
-        speculations = draft.speculate(batch.verified(outcomes))  # look-ups on hits; the build starts on return
-        outcomes = _verify(target, speculations, batch)
-
-
-def _begin(
-    policy: Speculative | SpeculativeSpeculative, batch: OpenBatch, target: Target, draft: Draft
-) -> dict[int, Outcome]:
+def _begin(batch: OpenBatch, target: Target, draft: Draft, *, tells_builds: bool) -> None:
     """Both prefills, side by side where the roles run side by side."""
-    draft.begin(policy, batch.requests)
+    draft.begin(batch.requests, tells_builds=tells_builds)
     try:
         outcomes = target.prefill(batch.requests)
     finally:
         draft.wait()
     batch.commit(outcomes, dict.fromkeys(outcomes, NO_SPECULATION))
     target.recorder.begin_decoding()
-    return outcomes
 
 
-def _verify(target: Target, speculations: Mapping[int, Speculation], batch: OpenBatch) -> dict[int, Outcome]:
+def _check_in_hand(before: Policy | None, policy: Policy, speculations: Mapping[int, Speculation]) -> None:
+    """Raises `BadInput` where a speculation was prepared under one policy and is verified under another, and one of
+    them down-weights: it was drawn for the fan-out list and the C of the policy before."""
+    if before == policy or not isinstance(before, SpeculativeSpeculative):
+        return
+    prepared = any(s.source in (Source.HIT, Source.REDRAFTED) for s in speculations.values())
+    for one in (before, policy):
+        if prepared and isinstance(one, SpeculativeSpeculative) and one.downweight != 1:
+            raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
+
+
+def _verify(
+    target: Target, policy: Policy, speculations: Mapping[int, Speculation], batch: OpenBatch
+) -> dict[int, Outcome]:
     """One verification, committed and recorded as a round of every row."""
     rows = batch.rows
     target.keep(rows)
-    contexts = target.contexts(rows)
+    contexts, name = target.contexts(rows), policy.name
     outcomes = target.verify(speculations)
     counts = batch.commit(outcomes, speculations)
     target.recorder.end_round(
-        RowRound(row, speculations[row].source, len(speculations[row].tokens), *counts[row], context)
+        RowRound(row, speculations[row].source, len(speculations[row].tokens), *counts[row], context, name)
         for row, context in zip(rows, contexts, strict=True)
     )
     batch.audit(target.model)

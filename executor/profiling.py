@@ -32,7 +32,7 @@ from executor.recorder import now_s
 from executor.sampling import by_rank, draw, penalised, process, processed_logits, rank
 from executor.sequence import OpenSequence, Request
 from sim.agreement import AgreementRecord
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count
 from sim.latency import LatencySample
 from sim.policy import Autoregressive
 from sim.trace import Operation
@@ -179,23 +179,37 @@ def top2_gap(runner: Runner, tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class LatencyGrid:
-    """What a policy search may ask for: speculation lengths up to K, numbers of branches, contexts, one temperature."""
+    """What a policy search may ask for: speculation lengths up to K, numbers of branches, contexts, one temperature.
+
+    Widths, branches and contexts are those of each row. Up to `batch_size` rows are timed: 1, 2, 4 .. and that number.
+    """
 
     max_speculation_length: int
     branch_counts: tuple[int, ...]
     contexts: tuple[int, ...]
     temperature: float = 0.0
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
+        require_count("latency grid: batch_size", self.batch_size, 1)
         for name in ("branch_counts", "contexts"):
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise BadInput(f"latency grid: {name}", "must hold at least one number, all >= 1", values)
+        if self.batch_size > 1 and min(self.contexts) < 2:
+            raise BadInput("latency grid: contexts", "must be >= 2 for batches, whose rows differ", self.contexts)
         if self.max_speculation_length < 1:
             raise BadInput("latency grid: max_speculation_length", "must be >= 1", self.max_speculation_length)
 
+    def batch_sizes(self) -> list[int]:
+        """Numbers of rows that are timed; what lies between is interpolated."""
+        return sorted({2**power for power in range(self.batch_size.bit_length())} | {self.batch_size})
+
     def target_cells(self) -> list[TargetCell]:
         """The prefill and verifications of every width."""
+        return [replace(cell, num_rows=rows) for rows in self.batch_sizes() for cell in self._target_cells_of_one_row()]
+
+    def _target_cells_of_one_row(self) -> list[TargetCell]:
         T, widths = self.temperature, range(1, self.max_speculation_length + 2)
         verifications = [VerifyCell(context, width, T) for context in self.contexts for width in widths]
         return [*verifications, *(PrefillCell(context, T) for context in self.contexts)]
@@ -207,6 +221,10 @@ class LatencyGrid:
         context a build follows a glue pass of one token, elsewhere one of K + 1; one more context stands for the last
         tree step of the largest build, as far as the models have positions.
         """
+        one_row = self._draft_cells_of_one_row(max_positions)
+        return [replace(cell, num_rows=rows) for rows in self.batch_sizes() for cell in one_row]
+
+    def _draft_cells_of_one_row(self, max_positions: int) -> list[DraftCell]:
         K, T = self.max_speculation_length, self.temperature
         smallest, largest = min(self.contexts), max(self.contexts)
         usual = sorted(self.branch_counts)[len(self.branch_counts) // 2]
@@ -267,7 +285,7 @@ def measure_latency(
 
 
 def _check_grid(runner: Runner, grid: LatencyGrid) -> None:
-    needed = max(grid.contexts) + 2 * grid.max_speculation_length + 2
+    needed = max(grid.contexts) + 2 * grid.max_speculation_length + 2 + (grid.batch_size > 1)
     if needed > runner.pair.max_positions:
         rule = f"with the look-ahead must fit the models' {runner.pair.max_positions} positions"
         raise BadInput("latency grid: contexts", rule, needed)

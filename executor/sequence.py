@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from executor.draws import Draws
 from executor.generated_text import GeneratedText
 from executor.speculation_cache import Speculation
+from sim.policy import Policy
 from sim.trace import Outcome, StopReason
 from sim.workload import Sampling
 
@@ -118,10 +119,27 @@ class OpenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How the verification of a row ended, and how many tokens the row may still emit."""
+    """How the verification of a row's last speculation ended, and how many tokens the row may still emit.
+
+    `since` are the tokens of the rounds after it, which verified no speculation: one each.
+    """
 
     outcome: Outcome
     remaining: int
+    since: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the target asks for before a round: speculations of the rows that go on, under a policy."""
+
+    policy: Policy
+    verified: Mapping[int, Verified]
+
+    @property
+    def num_rounds_without(self) -> int:
+        """Rounds since the last question. The rows of a batch have them together."""
+        return max((len(v.since) for v in self.verified.values()), default=0)
 
 
 class OpenBatch:
@@ -140,6 +158,9 @@ class OpenBatch:
         self.sequences = [OpenSequence(request, tokenizer) for request in requests]
         self.rows = list(range(len(requests)))
         self._on_tokens = on_tokens
+        self._is_asked = True  # the prefill is as a round that the draft was asked about
+        self._outcomes: Mapping[int, Outcome] = {}
+        self._since: list[Mapping[int, Outcome]] = []
 
     def commit(
         self, outcomes: Mapping[int, Outcome], speculations: Mapping[int, Speculation]
@@ -150,6 +171,10 @@ class OpenBatch:
             for row in self.rows:
                 self._on_tokens(self.sequences[row].deliver())
         self.rows = [row for row in self.rows if self.sequences[row].is_open]
+        if self._is_asked:
+            self._outcomes, self._since, self._is_asked = outcomes, [], False
+        else:
+            self._since.append(outcomes)
         return counts
 
     def audit(self, target: LanguageModel) -> None:
@@ -162,6 +187,11 @@ class OpenBatch:
             if sequence.request.audit:
                 target.audit(row, [*sequence.request.prompt, *sequence.tokens[:-1]])
 
-    def verified(self, outcomes: Mapping[int, Outcome]) -> dict[int, Verified]:
-        """What the draft must know of the open rows."""
-        return {row: Verified(outcomes[row], self.sequences[row].remaining) for row in self.rows}
+    def question(self, policy: Policy) -> Question:
+        """For the next round of the open rows, with all that happened since the last question."""
+        self._is_asked = True
+        return Question(policy, {row: self._verified(row) for row in self.rows})
+
+    def _verified(self, row: int) -> Verified:
+        since = tuple(outcomes[row].bonus_token for outcomes in self._since)
+        return Verified(self._outcomes[row], self.sequences[row].remaining, since)

@@ -44,6 +44,7 @@ class Bench:
             max_new_tokens=rules.max_new_tokens,
             temperature=rules.temperature,
             stop_ids=pair.stop_ids if rules.stop_at_end_of_text else (),
+            batch_size=rules.batch_size,
         )
 
     def check_runs(self, policy: Policy, workload: Workload) -> None:
@@ -52,11 +53,11 @@ class Bench:
 
         check_runs(policy, workload)
 
-    def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
+    def execute(self, policy: Policy, workload: Workload, seed: int, *, on_draft_failure: str = "raise") -> Trace:
         """Decode the workload for real."""
         from executor.execute import execute
 
-        return execute(policy, workload, self.runner, seed)
+        return execute(policy, workload, self.runner, seed, on_draft_failure=on_draft_failure)
 
     def measure_agreement(self, workload: Workload, progress: Progress) -> AgreementRecord:
         """The target's own texts on the workload, scored by both models."""
@@ -75,6 +76,7 @@ class Bench:
             settings.branch_counts,
             settings.contexts,
             self.config.workload.temperature,
+            self.config.workload.batch_size,
         )
         budget_s = settings.latency_budget_s
         return measure_latency(self.runner, grid, budget_s, self.config.seed, progress=progress).samples
@@ -95,15 +97,31 @@ class Bench:
 @contextmanager
 def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
     """Load the pair that `config` names. Raises `BadInput` if a file of it, or a library for it, is missing."""
-    try:
+    with model_libraries():
         from executor.pairs import load_pair
 
         pair = load_pair(config.pair)
         from executor.concurrency import open_runner
+    with ExitStack() as stack:
+        with stages.stage("load the pair"):
+            runner = stack.enter_context(
+                open_runner(
+                    pair,
+                    config.concurrency,
+                    config.dtype,
+                    device=config.device,
+                    draft_device=config.draft_device,
+                    graphs=config.graphs,
+                )
+            )
+        yield Bench(config, runner)
+
+
+@contextmanager
+def model_libraries() -> Iterator[None]:
+    """For what imports the executor: raises `BadInput` if a library for models is missing."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         rule = "is needed to run models; pip install 'saguaro-planner[executor]'"
         raise BadInput(str(error.name or error), rule) from None
-    with ExitStack() as stack:
-        with stages.stage("load the pair"):
-            runner = stack.enter_context(open_runner(pair, config.concurrency))
-        yield Bench(config, runner)

@@ -55,6 +55,9 @@ PolicyText = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
 ]
+Rows = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
@@ -63,8 +66,12 @@ AsJson = Annotated[
 ]
 
 
-bench_app = typer.Typer(help="Speed of the simulator, and whether its engines agree.", rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Speed of the simulator and of the executor; whether the simulator's engines agree.", rich_markup_mode=None
+)
 app.add_typer(bench_app, name="bench")
+check_app = typer.Typer(help="Whether decoding is lossless on this machine, also when something fails.")
+app.add_typer(check_app, name="check")
 
 
 @app.callback(invoke_without_command=True)
@@ -87,13 +94,14 @@ def profile(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
+    batch_size: Rows = None,
     reduced: Reduced = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
     from experiments.output import output_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
     out = out or Path("out") / f"{config.name}-profile"
     with output_folder(out, overwrite=overwrite) as folder:
         from experiments.bench import open_bench
@@ -172,7 +180,7 @@ def search(
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_assumptions(plan.assumptions)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan))
+    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan.workload, plan.system))
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
         infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
@@ -245,6 +253,7 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
+    batch_size: Rows = None,
     reduced: Reduced = False,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
@@ -256,7 +265,7 @@ def run(
     from experiments.config import load_config
     from experiments.output import output_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
     console = _console(as_json=as_json)
@@ -296,6 +305,27 @@ def bench_sim(
     _print_table(("figure", "value"), rows, console)
 
 
+@bench_app.command("executor")
+def bench_executor(
+    as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
+) -> None:
+    """AR, SD and SSD beside each other and beside transformers' own decoding; takes a few minutes for each pair."""
+    from experiments.bench import model_libraries
+
+    console = _console(as_json=as_json)
+    with model_libraries():
+        from experiments import executor_benchmark
+    sizes = executor_benchmark.REDUCED if reduced else executor_benchmark.Sizes()
+    figures = executor_benchmark.bench_executor(sizes, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    rows = executor_benchmark.table(figures)
+    _print_table(("times as fast, or part of", "value", "95 % interval", "n"), rows, console)
+    for name, reason in figures["not_run"].items():
+        print(f"{name} was not measured: {reason}", file=sys.stderr)
+
+
 @bench_app.command("engines")
 def bench_engines(as_json: AsJson = False) -> None:
     """Tokens/s of every kind of policy by every engine; exit code 1 if two of them differ beyond chance."""
@@ -321,6 +351,40 @@ def bench_engines(as_json: AsJson = False) -> None:
         _print_table(("tokens/s", "system", "batch", "exact", "vectorized", "des", "z"), rows, console)
     if not all(case.agrees for case in cases):
         print("engines differ beyond chance", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED)
+
+
+@check_app.command("law")
+def check_law(as_json: AsJson = False) -> None:
+    """Decode a toy vocabulary under every kind of policy and compare with exact enumeration; exit code 1 if a law is
+    not the target's, or if a known-wrong variant passes."""
+    console = _console(as_json=as_json)
+    from experiments.checks import LAW_HEAD, law_rows, law_to_json, run_law_check
+
+    verdicts = run_law_check(lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(law_to_json(verdicts), indent=1))
+    else:
+        _print_table(LAW_HEAD, law_rows(verdicts), console)
+    if not all(verdict.is_right for verdict in verdicts):
+        raise typer.Exit(EXIT_NOT_LOSSLESS)
+
+
+@check_app.command("faults")
+def check_faults(
+    pair: Annotated[str, typer.Option("--pair", help="A packaged pair, or a folder.")] = "stdlib",
+    as_json: AsJson = False,
+) -> None:
+    """Kill, stall and disturb real runs of a pair, and show what becomes of them; exit code 1 if a token is lost."""
+    console = _console(as_json=as_json)
+    from experiments.checks import FAULTS_HEAD, fault_rows, faults_to_json, run_fault_check
+
+    aftermaths = run_fault_check(pair, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(faults_to_json(aftermaths), indent=1))
+    else:
+        _print_table(FAULTS_HEAD, fault_rows(aftermaths), console)
+    if not all(aftermath.is_right for aftermath in aftermaths):
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,11 +16,13 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 Count = Annotated[int, Field(ge=1)]
 Downweight = Annotated[float, Field(gt=0, le=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class WorkloadConfig(Section):
-    """What is decoded. Calibration and test prompts are different excerpts of the same files."""
+    """What is decoded, `batch_size` prompts at a time. Calibration and test prompts are different excerpts of the same
+    files."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     max_new_tokens: Annotated[int, Field(ge=2)]
@@ -27,10 +30,12 @@ class WorkloadConfig(Section):
     calibration_prompts: Annotated[int, Field(ge=5)]
     test_prompts: Annotated[int, Field(ge=2)]
     stop_at_end_of_text: bool = True
+    batch_size: Count = 1
 
 
 class ProfileConfig(Section):
-    """What is measured before choosing. Latency is measured at every width and context."""
+    """What is measured before choosing. Latency is measured at every width and context. Short runs decode
+    `trace_prompts` prompts, in whole batches, one at least before the latencies and one after them."""
 
     latency_budget_s: Annotated[float, Field(gt=0)]
     max_speculation_length: Count
@@ -52,9 +57,13 @@ class SearchConfig(Section):
 
 
 class RunConfig(Section):
-    """How the chosen policies are measured. Fewer than three repeats would show no spread."""
+    """How the chosen policies are measured. Fewer than three repeats would show no spread.
+
+    `on_draft_failure: continue` lets the target go on alone; the repeat is then left out of the comparison.
+    """
 
     repeats: Annotated[int, Field(ge=3)] = 3
+    on_draft_failure: Literal["raise", "continue"] = "raise"
 
 
 class ExperimentConfig(Section):
@@ -63,7 +72,11 @@ class ExperimentConfig(Section):
     schema_number: Literal[1] = Field(alias="schema")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     pair: Annotated[str, Field(min_length=1)]
-    concurrency: Literal["auto", "processes", "serial"] = "auto"
+    concurrency: Literal["auto", "processes", "streams", "serial"] = "auto"
+    device: Device = "cpu"  # of both roles
+    draft_device: Device | None = None  # of the draft, if it has one of its own
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    graphs: bool = False  # on GPUs: passes of fixed shapes are recorded once and replayed
     seed: Annotated[int, Field(ge=0)] = 0
     workload: WorkloadConfig
     profile: ProfileConfig
@@ -78,8 +91,11 @@ class ExperimentConfig(Section):
 REDUCED = "reduced"  # the section whose values replace those of the same name in a reduced run
 
 
-def load_config(path: Path, *, reduced: bool = False, seed: int | None = None) -> ExperimentConfig:
-    """Read and check an experiment file. With `reduced` its section of that name overrides the rest; so does `seed`.
+def load_config(
+    path: Path, *, reduced: bool = False, seed: int | None = None, batch_size: int | None = None
+) -> ExperimentConfig:
+    """Read and check an experiment file. With `reduced` its section of that name overrides the rest; so do `seed` and
+    `batch_size`.
 
     The reduced settings are checked in either case. Raises `BadInput` naming the file, the line and the key.
     """
@@ -87,6 +103,10 @@ def load_config(path: Path, *, reduced: bool = False, seed: int | None = None) -
     full = _checked(document.without(REDUCED))
     small = _checked(document.merged(REDUCED))
     config = small if reduced else full
+    if batch_size is not None:
+        workload = config.workload.model_copy(update={"batch_size": batch_size})
+        config = config.model_copy(update={"workload": workload})
+        _check_together(config, lambda path: "--batch-size")
     if seed is None:
         return config
     if seed < 0:
@@ -95,13 +115,19 @@ def load_config(path: Path, *, reduced: bool = False, seed: int | None = None) -
 
 
 def _checked(document: Document) -> ExperimentConfig:
-    """Each value by itself, then those that must fit together: what the search may ask for must have been profiled."""
+    """Each value by itself, then those that must fit together."""
     config = validate(ExperimentConfig, document)
+    _check_together(config, document.place)
+    return config
+
+
+def _check_together(config: ExperimentConfig, place: Callable[[Keys], str]) -> None:
+    """What the search may ask for must have been profiled. `place` says what to blame for a value."""
     profile, search, workload = config.profile, config.search, config.workload
 
     def require(holds: bool, path: Keys, rule: str, value: object) -> None:
         if not holds:
-            raise BadInput(document.place(path), rule, value)
+            raise BadInput(place(path), rule, value)
 
     longest, limit = max(search.speculation_lengths), profile.max_speculation_length
     rule = f"must not exceed profile.max_speculation_length = {limit}"
@@ -122,4 +148,12 @@ def _checked(document: Document) -> ExperimentConfig:
     rule = f"must not exceed workload.calibration_prompts = {workload.calibration_prompts}"
     fits = profile.trace_prompts <= workload.calibration_prompts
     require(fits, ("profile", "trace_prompts"), rule, profile.trace_prompts)
-    return config
+
+    rows, num_prompts = workload.batch_size, (workload.calibration_prompts, workload.test_prompts)
+    rule = "must divide workload.calibration_prompts, {} of them, twice at least, and workload.test_prompts, {}"
+    fits = 2 * rows <= num_prompts[0] and not any(num % rows for num in num_prompts)
+    require(fits, ("workload", "batch_size"), rule.format(*num_prompts), rows)
+
+    rule = "must be >= 2 for batches, whose rows differ in length"
+    ragged = workload.batch_size == 1 or min(profile.contexts) >= 2
+    require(ragged, ("profile", "contexts"), rule, list(profile.contexts))

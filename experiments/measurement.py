@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sim.policy import Policy
 from sim.trace import Trace
@@ -24,50 +25,68 @@ def measure_interleaved(
 ) -> list[list[Trace]]:
     """One trace per policy and repeat, each over all prompts of `workload`.
 
-    Every prompt is decoded under every policy before the next prompt, and the order of the policies rotates, so that
-    drift of the machine hits all policies alike. Each repeat has a seed of its own. `on_sequence` is called after each
-    decoded sequence, `between` after each prompt.
+    Every batch of prompts is decoded under every policy before the next batch, and the order of the policies rotates,
+    so that drift of the machine hits all policies alike. Each repeat has a seed of its own. `on_sequence` is called for
+    each decoded sequence, `between` after each batch.
     """
     pieces: list[list[list[Trace]]] = [[[] for _ in range(repeats)] for _ in policies]
     for repeat in range(repeats):
-        for prompt in range(len(workload.prompts)):
-            single = workload.select([prompt])
+        for index, batch in enumerate(batches(workload)):
             for turn in range(len(policies)):
-                number = (turn + prompt + repeat) % len(policies)
-                pieces[number][repeat].append(execute(policies[number], single, seed + repeat))
-                on_sequence()
+                number = (turn + index + repeat) % len(policies)
+                pieces[number][repeat].append(execute(policies[number], batch, seed + repeat))
+                for _ in batch.prompts:
+                    on_sequence()
             between()
     return [[join(parts) for parts in of_policy] for of_policy in pieces]
+
+
+def batches(workload: Workload) -> list[Workload]:
+    """The workload batch by batch; the last may have fewer prompts."""
+    numbers = range(len(workload.prompts))
+    return [workload.select(numbers[start : start + workload.batch_size]) for start in numbers[:: workload.batch_size]]
 
 
 class CompanionRuns:
     """Runs of reference policies on calibration prompts in between measured ones: they tell how fast the machine was.
 
-    Every call runs the next policy, prompt after prompt.
+    Every call runs the next policy, batch after batch. Runs whose draft failed tell nothing of it and are not kept.
     """
 
     def __init__(self, execute: Execute, policies: Sequence[Policy], workload: Workload, seed: int) -> None:
-        self._execute, self._policies, self._workload, self._seed = execute, policies, workload, seed
-        self.traces: list[Trace] = []
+        self._execute, self._policies, self._seed = execute, policies, seed
+        self._batches = batches(workload)
+        self._num_calls = 0
+        self._traces: list[list[Trace]] = [[] for _ in policies]
 
     def __call__(self) -> None:
-        round_, turn = divmod(len(self.traces), len(self._policies))
-        prompt = round_ % len(self._workload.prompts)
-        single = self._workload.select([prompt])
-        self.traces.append(self._execute(self._policies[turn], single, self._seed))
+        index, turn = divmod(self._num_calls, len(self._policies))
+        self._num_calls += 1
+        batch = self._batches[index % len(self._batches)]
+        trace = self._execute(self._policies[turn], batch, self._seed)
+        if draft_failure(trace) is None:
+            self._traces[turn].append(trace)
 
     def by_policy(self) -> list[Trace]:
         """One trace per policy that ran."""
-        num = len(self._policies)
-        return [join(self.traces[turn::num]) for turn in range(min(num, len(self.traces)))]
+        return [join(traces) for traces in self._traces if traces]
+
+
+def draft_failure(trace: Trace) -> dict[str, Any] | None:
+    """When and why the draft of a run failed that the target then ended alone; None of a run of what was asked for."""
+    return trace.meta.get("draft_failure")
 
 
 def join(parts: Sequence[Trace]) -> Trace:
-    """One trace of the same policy over the prompts of all parts, in order; counts in `meta` (`num_...`) add up."""
+    """One trace of the same policy over the prompts of all parts, in order. Counts in `meta` (`num_...`) add up; the
+    first failure of a draft is that of the whole."""
     counts = {name: sum(part.meta[name] for part in parts) for name in parts[0].meta if name.startswith("num_")}
     whole = Trace(policy=parts[0].policy, workload=parts[0].workload, meta=parts[0].meta | counts)
     for part in parts:
         offset = len(whole.sequences)
+        failure = draft_failure(part)
+        if failure is not None and draft_failure(whole) is None:
+            whole.meta["draft_failure"] = failure | {"sequence": failure["sequence"] + offset}
         whole.sequences += [replace(s, index=s.index + offset) for s in part.sequences]
         whole.rounds += [replace(r, sequence=r.sequence + offset) for r in part.rounds]
         whole.spans += [replace(s, sequence=s.sequence + offset) for s in part.spans]

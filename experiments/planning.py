@@ -37,9 +37,9 @@ def read_plan(source: Path, batch_size: int | None = None) -> Plan:
     return Plan(system, replace(recorded_workload(system.agreement), batch_size=batch_size or 1))
 
 
-def best_engine(plan: Plan) -> str:
-    """The surest engine that knows the plan's workload to its end: the exact one leaves out the ends of batches, where
+def best_engine(workload: Workload, system: System) -> str:
+    """The surest engine that knows the workload to its end: the exact one leaves out the ends of batches, where
     speculating policies lose most."""
-    if plan.system.placement.num_targets > 1:
+    if system.placement.num_targets > 1:
         return "des"
-    return "exact" if plan.workload.batch_size == 1 else "vectorized"
+    return "exact" if workload.batch_size == 1 else "vectorized"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -21,12 +23,15 @@ from calibration.profile import (
     prompt_hashes,
 )
 from calibration.report import report
+from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
-from experiments.measurement import CompanionRuns, measure_interleaved
+from experiments.measurement import CompanionRuns, Execute, batches, draft_failure, measure_interleaved
+from experiments.planning import best_engine
 from experiments.stages import Stages
-from sim.metrics import Estimate, speedup
+from sim.errors import RunFailed
+from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
 from sim.search import SearchResult, SearchSpace, search
 from sim.simulate import cross_check, predict_all, simulate
@@ -59,33 +64,38 @@ def run_experiment(
     check_workload(profile.manifest, test)
     with stages.stage("fit the simulator"):
         system = fit(profile)
+    engine = best_engine(test, system)
     with stages.stage("search"):
-        found = search(search_space(config.search), test, system)
+        found = search(search_space(config.search), test, system, engine=engine, seed=config.seed)
     policies = {kind: found.best(kind).policy for kind in KINDS}
     companions = companion_runs(config, bench, policies.values())
     measured = measure_policies(config, list(policies.values()), bench, test, companions, stages)
     with stages.stage("check the texts"):
         lossless = compare_texts(measured, list(policies.values()), bench, test)
+    sound = sound_repeats(measured)
     with stages.stage("compare"):
         # The same profile at the speed that the machine had during the run.
         system_then = at_speed_of(system, companions.by_policy())
-        predictions = predict_all(list(policies.values()), test, system_then)
+        predictions = predict_all(list(policies.values()), test, system_then, engine=engine, seed=config.seed)
         comparisons = [
             compare(found.best(kind), prediction, traces)
-            for kind, prediction, traces in zip(KINDS, predictions, measured, strict=True)
+            for kind, prediction, traces in zip(KINDS, predictions, sound, strict=True)
         ]
-        summary = summarize_run(comparisons, found, measured, lossless)
+        summary = summarize_run(comparisons, found, sound, lossless)
         simulated = [simulate(policy, test, system_then, config.seed) for policy in policies.values()]
-        details = explain_run(comparisons, found, measured, simulated, lossless)
-        details["engines"] = cross_check_engines(list(policies.values()), test, system_then, config.seed)
-        details["notes"] = notes(config, bench.identity)
+        details = explain_run(comparisons, found, sound, simulated, lossless)
+        details["engines"] = cross_check_engines(list(policies.values()), test, system_then, engine, config.seed)
+        company = side_by_side(profile.latency)
+        details["side_by_side"] = None if company is None else company.to_dict()
+        remarks = notes(config, bench.identity, overlap(sound[-1]), company)
+        details["notes"] = [*failure_notes(measured), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages)
     profile.write(folder / "profile")
     system.write(folder / "system.json")
     system_then.write(folder / "system_during_run.json")
     write_traces(folder / "traces", measured, simulated, companions.by_policy())
-    write_results(folder, summary, details, manifest, measured[-1][0], simulated[-1])
+    write_results(folder, summary, details, manifest, sound[-1][0], simulated[-1])
     return summary
 
 
@@ -95,14 +105,12 @@ def run_experiment(
 def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> Profile:
     """Agreement record, latencies and a few short runs on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
-    few = calibration.select(range(len(calibration.prompts))[: config.profile.trace_prompts])
     policies = trace_policies(config)
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
         agreement = bench.measure_agreement(calibration, progress)
     # Short runs before and after the latencies, so that they see the drift that these see.
-    middle = len(few.prompts) // 2
-    early, late = few.select(range(middle)), few.select(range(middle, len(few.prompts)))
+    early, late = workloads_of_short_runs(config, calibration)
     runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before")
     with stages.reported("profile: latency of every operation") as progress:
         latency = bench.measure_latency(progress)
@@ -111,6 +119,14 @@ def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> P
     settings = config.to_dict()
     manifest = profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(runs))
     return Profile(agreement, tuple(latency), tuple(runs), manifest)
+
+
+def workloads_of_short_runs(config: ExperimentConfig, calibration: Workload) -> tuple[Workload, Workload]:
+    """Whole batches of the first calibration prompts, and as many or one more of the next."""
+    size = calibration.batch_size
+    num_batches = max(2, math.ceil(config.profile.trace_prompts / size))
+    middle, end = num_batches // 2 * size, num_batches * size
+    return calibration.select(range(middle)), calibration.select(range(middle, end))
 
 
 def measure_short_runs(
@@ -166,7 +182,7 @@ def search_space(config: SearchConfig) -> SearchSpace:
 
 def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> None:
     """Run every policy once, so that no first call of anything is measured."""
-    first = workload.select([0])
+    first = batches(workload)[0]
     for policy in policies:
         bench.execute(policy, first, 0)
 
@@ -175,7 +191,11 @@ def companion_runs(config: ExperimentConfig, bench: Bench, measured: Iterable[Po
     """Reference policies of another speculation length than the measured ones, on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     taken = {policy.speculation_length for policy in measured}
-    return CompanionRuns(bench.execute, trace_policies(config, taken), calibration, config.seed)
+    return CompanionRuns(_execute(config, bench), trace_policies(config, taken), calibration, config.seed)
+
+
+def _execute(config: ExperimentConfig, bench: Bench) -> Execute:
+    return partial(bench.execute, on_draft_failure=config.run.on_draft_failure)
 
 
 def measure_policies(
@@ -191,7 +211,7 @@ def measure_policies(
     with stages.counted("execute AR, SD and SSD", total) as advance:
         warm_up(bench, policies, test)
         return measure_interleaved(
-            bench.execute,
+            _execute(config, bench),
             policies,
             test,
             repeats=config.run.repeats,
@@ -199,6 +219,32 @@ def measure_policies(
             on_sequence=advance,
             between=companions,
         )
+
+
+def sound_repeats(measured: Sequence[Repeats]) -> list[Repeats]:
+    """The repeats in which no policy lost its draft: only these tell how fast the policies are.
+
+    Raises `RunFailed` if there is none.
+    """
+    whole = [draft_failure(trace) is None for trace in measured[0]]
+    for repeats in measured[1:]:
+        whole = [sound and draft_failure(trace) is None for sound, trace in zip(whole, repeats, strict=True)]
+    if not any(whole):
+        first = next(f for repeats in measured for f in map(draft_failure, repeats) if f)
+        raise RunFailed(f"the draft failed in every repeat, nothing is left to compare: {first['message']}")
+    return [[trace for sound, trace in zip(whole, repeats, strict=True) if sound] for repeats in measured]
+
+
+def failure_notes(measured: Sequence[Repeats]) -> list[str]:
+    """Where drafts failed, and what became of those runs."""
+    return [
+        f"in repeat {number} of the {kind.upper()} runs the draft failed in round {failure['round']} of prompt "
+        f"{failure['sequence']} ({failure['message'].splitlines()[0]}). The target went on alone and lost no token; no "
+        "policy's figures include that repeat."
+        for kind, repeats in zip(KINDS, measured, strict=True)
+        for number, failure in enumerate(map(draft_failure, repeats))
+        if failure
+    ]
 
 
 def compare_texts(
@@ -261,13 +307,14 @@ def explain_run(
 
 
 def cross_check_engines(
-    policies: Sequence[Policy], workload: Workload, system: System, seed: int
+    policies: Sequence[Policy], workload: Workload, system: System, engine: str, seed: int
 ) -> list[dict[str, str | float]]:
-    checks = [cross_check(policy, workload, system, seed=seed) for policy in policies]
+    checks = [cross_check(policy, workload, system, engine=engine, seed=seed) for policy in policies]
     return [
         {
             "name": check.policy.name,
-            "exact_tokens_per_s": check.exact_tokens_per_s,
+            "engine": check.engine,
+            "tokens_per_s": check.tokens_per_s,
             "des_tokens_per_s": check.des_tokens_per_s,
             "standard_error": check.standard_error,
             "relative_difference": check.relative_difference,
@@ -286,11 +333,15 @@ def agreement_of_engines(checks: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def notes(config: ExperimentConfig, identity: Mapping[str, Any]) -> list[str]:
-    """What a reader must know beside the answer."""
+def notes(
+    config: ExperimentConfig, identity: Mapping[str, Any], hidden: Estimate | None, company: SideBySide | None
+) -> list[str]:
+    """What a reader must know beside the answer. `hidden` is the overlap of the measured SSD runs."""
     remarks = []
     if identity["concurrency"] == "serial":
         remarks.append("draft and target took turns in one process: nothing overlapped, so SSD could not gain by it.")
+    elif lack := lack_of_overlap(None if hidden is None else hidden.value, company):
+        remarks.append(lack)
     if config.workload.test_prompts < FEW_PROMPTS:
         remarks.append(f"only {config.workload.test_prompts} test prompts: a check that all works, not a measurement.")
     return remarks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sim.errors import BadInput
-from sim.policy import Policy, PolicyTable
+from sim.policy import Autoregressive, Policy, PolicyTable, Speculative, SpeculativeSpeculative
 from sim.trace import Source
 
 
@@ -60,6 +60,29 @@ def check_decider(policy: object) -> None:
     is_adaptive = callable(getattr(policy, "start", None)) and callable(getattr(policy, "to_dict", None))
     if isinstance(policy, type) or not (is_adaptive or isinstance(policy, Policy | PolicyTable)):
         raise BadInput("policy", "must be a policy, a table of them or an adaptive choice", policy)
+
+
+class Chooser:
+    """Says under which policy the next round runs: a fixed one, by the number of rows, or as a controller decides."""
+
+    def __init__(self, decider: Decider) -> None:
+        """Starts a controller without any past. Raises `BadInput` if `decider` is none."""
+        check_decider(decider)
+        self.controller: Controller | None = None
+        self._table: PolicyTable | None = None
+        self._policy: Policy
+        if isinstance(decider, PolicyTable):
+            self._table = decider
+        elif isinstance(decider, (Autoregressive, Speculative, SpeculativeSpeculative)):
+            self._policy = decider
+        else:
+            self.controller = decider.start()
+
+    def at(self, num_rows: int) -> Policy:
+        """The policy of a round with so many rows."""
+        if self.controller is not None:
+            return self.controller.policy
+        return self._policy if self._table is None else self._table.at(num_rows)
 
 
 class RowsOfRounds:

@@ -32,8 +32,9 @@ _RESIDUALS = "residual_ratios"
 class LatencySample:
     """One timed operation of a profiling run.
 
-    `context` is the number of KV entries before it, `busy` whether the other role worked at the same time, `block` the
-    interleaved block it belongs to (blocks are in time order: drift shows between them).
+    `num_tokens` are the tokens of each of its `batch_size` rows, `context` the number of KV entries before it, `busy`
+    whether the other role worked at the same time, `block` the interleaved block it belongs to (blocks are in time
+    order: drift shows between them).
     """
 
     lane: Lane
@@ -43,6 +44,7 @@ class LatencySample:
     busy: bool
     block: int
     duration_s: float
+    batch_size: int = 1
 
 
 @dataclass(frozen=True)

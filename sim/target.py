@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import simpy
 from simpy.events import URGENT, Event, Timeout
 
-from sim.decider import Controller, Decider, RoundSeen
+from sim.decider import Chooser, Controller, RoundSeen
 from sim.draft_devices import Answer, Build, Place, Process, ask
 from sim.durations import Drafted, Task
 from sim.errors import BadInput
-from sim.policy import (
-    Autoregressive,
-    Drafting,
-    Fallback,
-    LateBuild,
-    Policy,
-    PolicyTable,
-    Proposer,
-    Speculative,
-    SpeculativeSpeculative,
-)
+from sim.policy import Drafting, Fallback, LateBuild, Policy, Proposer, SpeculativeSpeculative
 from sim.rows import AFTER_HIT, AFTER_MISS, Row
 from sim.system import host_term
 from sim.trace import Lane, Operation, Round, Source
@@ -93,7 +83,7 @@ class Target:
         self.build: Build | None = None  # the last one, which may be older than the last round
         self.round_build: Build | None = None  # beside the last round
         self.prefills: list[Build] = []  # the draft model's, of rows that have just joined
-        self.chooser = _Chooser(timeline.policy)
+        self.chooser = Chooser(timeline.policy)
         self._unseen: deque[tuple[RoundSeen, Build | None]] = deque()
         self._use(self.chooser.at(1))
 
@@ -275,6 +265,7 @@ class Target:
             context=row.context,
             start_s=self.round_start_s if row.num_rounds else row.first_token_s,
             end_s=self.env.now,
+            policy=self.policy_name,
         )
 
     def begin(self, row: Row) -> None:
@@ -291,6 +282,7 @@ class Target:
         """What follows from a policy, read in every round."""
         ssd = policy if isinstance(policy, SpeculativeSpeculative) else None
         self.policy, self.is_ssd, self.speculation_length = policy, ssd is not None, policy.speculation_length
+        self.policy_name = policy.name
         self.sends_messages = self.speculation_length > 0 and self.placement.message_s(1e9) > 0
         self.redrafts = ssd is not None and ssd.fallback is Fallback.DRAFT
         self.on_late = LateBuild.WAIT if ssd is None else ssd.on_late_build
@@ -355,23 +347,3 @@ def _in_hand(before: Policy, policy: Policy) -> Drafting:
 
 def _is_open(build: Build | None) -> bool:
     return build is not None and build.num_open > 0
-
-
-class _Chooser:
-    """Says under which policy the next round runs: a fixed one, by the number of rows, or as a controller decides."""
-
-    def __init__(self, decider: Decider) -> None:
-        self.controller: Controller | None = None
-        self._table: PolicyTable | None = None
-        self._policy: Policy
-        if isinstance(decider, PolicyTable):
-            self._table = decider
-        elif isinstance(decider, (Autoregressive, Speculative, SpeculativeSpeculative)):
-            self._policy = decider
-        else:
-            self.controller = decider.start()
-
-    def at(self, num_rows: int) -> Policy:
-        if self.controller is not None:
-            return self.controller.policy
-        return self._policy if self._table is None else self._table.at(num_rows)

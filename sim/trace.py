@@ -94,7 +94,8 @@ class Round:
     """One verification, from the moment its speculation is asked for to the moment its outcome is known.
 
     `num_emitted` counts committed tokens: accepted ones plus the bonus token, except where a stop token among the
-    accepted ones ended the sequence, where nothing after it counts anywhere.
+    accepted ones ended the sequence, where nothing after it counts anywhere. `policy` names the policy that the round
+    ran under; it is empty in traces of earlier releases.
     """
 
     sequence: int
@@ -106,6 +107,7 @@ class Round:
     context: int
     start_s: float
     end_s: float
+    policy: str = ""
 
     @property
     def was_rejected(self) -> bool:
@@ -248,7 +250,7 @@ class Trace:
 
         for r in self.rounds:
             name = f"{r.source.value}: {r.num_accepted}/{r.num_drafted} accepted"
-            args = {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted}
+            args = {"sequence": r.sequence, "round": r.index, "emitted": r.num_emitted, "policy": r.policy}
             add(name, _numbered("rounds", row_of.get(r.sequence, 0)), r.start_s, r.end_s, args)
         for s in self.spans:
             args = {"sequence": s.sequence, "round": s.round, "num_tokens": s.num_tokens, "context": s.context}

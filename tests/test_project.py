@@ -24,8 +24,11 @@ MAY_IMPORT = {
     "calibration": {"calibration", "sim"},
     "experiments": set(PACKAGES),
 }
-SIM_VOCABULARY = {"sim.policy", "sim.ngram", "sim.workload", "sim.trace", "sim.agreement", "sim.latency", "sim.errors"}
-MODEL_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
+SIM_VOCABULARY = {
+    *("sim.policy", "sim.decider", "sim.ngram", "sim.workload", "sim.trace"),
+    *("sim.agreement", "sim.latency", "sim.errors"),
+}
+MODEL_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors", "gguf"}
 MACHINE_PATH = re.compile(r"(?:^|[\s\"'=:(`])/(?:work|farm|root|home|Users)/\w|\.\./shared\b", re.MULTILINE)
 EXECUTABLE_FORMATS = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".joblib"}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from calibration.breakdown import round_time
-from calibration.fit import at_speed_of, fit
+from calibration.fit import fit
 from calibration.profile import Profile
 from sim.errors import BadInput
 from sim.latency import LatencySample
@@ -16,7 +17,7 @@ from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpecula
 from sim.simulate import predict, simulate
 from sim.system import HostTerm, System
 from sim.trace import Lane
-from tests.sim.strategies import batched
+from tests.sim.strategies import MOST_ROWS, batched
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
 POLICIES = [
@@ -45,22 +46,22 @@ def known_system(*, overlaps: bool = True) -> System:
     return replace(system, identity={"pair": "toy", "concurrency": concurrency}, overlaps=overlaps)
 
 
-def samples_of(system: System, num_blocks: int, seed: int, drift: float = 0.0) -> list[LatencySample]:
+def samples_of(
+    system: System, num_blocks: int, seed: int, drift: float = 0.0, batch_sizes: tuple[int, ...] = (1,)
+) -> list[LatencySample]:
     rng = np.random.default_rng(seed)
     samples = []
+    cells = list(product(batch_sizes, system.latency.operations, (1, 2, 4, 8), CONTEXTS, (False, True)))
     for block in range(num_blocks):
-        for lane, operation in system.latency.operations:
-            for num_tokens in (1, 2, 4, 8):
-                for context in CONTEXTS:
-                    for busy in (False, True):
-                        durations = system.samples_s(lane, operation, num_tokens, context, beside=busy)
-                        duration_s = rng.choice(durations) * (1 + drift * block / num_blocks)
-                        samples.append(LatencySample(lane, operation, num_tokens, context, busy, block, duration_s))
+        for rows, (lane, operation), num_tokens, context, busy in cells:
+            durations = system.samples_s(lane, operation, num_tokens, context, beside=busy, batch_size=rows)
+            duration_s = rng.choice(durations) * (1 + drift * block / num_blocks)
+            samples.append(LatencySample(lane, operation, num_tokens, context, busy, block, duration_s, rows))
     return samples
 
 
-def profile_of(system: System, samples: list[LatencySample], policies=POLICIES) -> Profile:
-    workload = workload_of(system.agreement)
+def profile_of(system: System, samples: list[LatencySample], policies=POLICIES, batch_size: int = 1) -> Profile:
+    workload = replace(workload_of(system.agreement), batch_size=batch_size)
     traces = [simulate(policy, workload, system, seed) for policy in policies for seed in range(2)]
     return Profile(system.agreement, tuple(samples), tuple(traces), {"identity": system.identity})
 
@@ -117,16 +118,31 @@ def test_a_profile_without_one_kind_of_round_is_refused():
         fit(profile_of(system, samples_of(system, num_blocks=3, seed=1), POLICIES[:2]))
 
 
-def test_runs_of_batches_are_refused():
-    """Their spans are those of no single row: times of rows cannot be told from them."""
+def test_a_system_known_for_batches_is_recovered_from_runs_of_batches():
+    """Rows accept different counts, and the mean of their tokens stands for them; a round is one for all of them."""
     system = batched(known_system(), 0.001)
-    profile = profile_of(system, samples_of(system, num_blocks=3, seed=1))
+    rows = (1, 3, MOST_ROWS)
+    samples = samples_of(system, num_blocks=40, seed=1, batch_sizes=rows)
+    fitted = fit(profile_of(system, samples, batch_size=3))
+    for key, table in system.latency.operations.items():
+        for num_rows in rows:
+            true_s = table.mean_s(4, np.array(CONTEXTS), num_rows)
+            assert fitted.latency[key].mean_s(4, np.array(CONTEXTS), num_rows) == pytest.approx(true_s, rel=0.03), key
+    for term in HostTerm:
+        assert fitted.host_s[term] == pytest.approx(0.0003, abs=4e-5)
     workload = replace(workload_of(system.agreement), batch_size=3)
-    batches = tuple(simulate(policy, workload, system) for policy in POLICIES)
-    for refused in (
-        lambda: fit(replace(profile, traces=batches)),
-        lambda: at_speed_of(system, batches),
-        lambda: round_time(batches),
-    ):
-        with pytest.raises(BadInput, match="must be of prompts decoded one at a time, got 'a batch of 3 rows'"):
-            refused()
+    for policy in POLICIES:
+        truth, predicted = (predict(policy, workload, s, engine="vectorized").tokens_per_s for s in (system, fitted))
+        assert predicted.value == pytest.approx(truth.value, rel=0.03)
+        times = round_time([simulate(policy, workload, system)])
+        parts = (times.verify_s, times.build_s, times.lookup_s, times.draft_s, times.rest_s)
+        assert sum(parts) == pytest.approx(times.round_s) and times.rest_s == pytest.approx(0.0003, abs=1e-5)
+
+
+def test_runs_of_batches_need_latencies_of_batches():
+    system = batched(known_system(), 0.001)
+    with pytest.raises(BadInput, match=r"number of rows must be in the profiled range 1\.\.1, got 3"):
+        fit(profile_of(system, samples_of(system, num_blocks=3, seed=1), batch_size=3))
+    of_batches = samples_of(system, num_blocks=3, seed=1, batch_sizes=(2, 3))
+    with pytest.raises(BadInput, match="must have at least one knot"):
+        fit(profile_of(system, of_batches))

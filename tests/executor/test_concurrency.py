@@ -10,11 +10,13 @@ import torch
 from executor.concurrency import open_runner
 from executor.execute import execute
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency
+from sim.decider import RoundSeen
 from sim.errors import BadInput
 from sim.metrics import overlap
-from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, LateBuild, PolicyTable, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Workload
+from tests.executor.test_decider import Schedule
 from tests.executor.tiny_models import prompts
 
 SSD = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
@@ -25,6 +27,7 @@ POLICIES = [
     SpeculativeSpeculative(4, (2,) * 5, (8,), Fallback.NONE),
     SpeculativeSpeculative(1, (0, 0), (0, 0)),
     *(SpeculativeSpeculative(4, (2,) * 5, (1,) * 5, fallback) for fallback in (Fallback.NGRAM, Fallback.FILLER)),
+    PolicyTable(((1, Speculative(2)), (2, SSD), (3, Autoregressive()))),
 ]
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
 
@@ -55,6 +58,27 @@ def test_two_processes_decode_what_one_decodes(policy, temperature, batch_size, 
     ]
     # The build beside the last verification may still run when the sequence is over; it is finished and recorded too.
     assert operations[0] == operations[1]
+
+
+@needs_two_cores
+def test_a_controller_hears_of_builds_when_they_have_ended(two_processes, tiny_serial) -> None:
+    """In the order of the rounds, with the time that the draft's own spans say."""
+    told: list[RoundSeen] = []
+    rules = Workload("test", prompts(4, 9), 48, batch_size=2)
+    schedule = Schedule((SSD, Speculative(2), Autoregressive()), 8, told)
+    trace = execute(schedule, rules, two_processes)
+    texts = [[s.tokens for s in t.sequences] for t in (trace, execute(Autoregressive(), rules, tiny_serial))]
+    assert texts[0] == texts[1]
+    assert len(trace.rounds) - 4 <= len(told) <= len(trace.rounds)  # the last build may outlive its batch
+    build_ends = {(s.sequence // 2, s.round): s.end_s for s in trace.spans if s.operation is Operation.TREE_STEP}
+    glue_starts = {(s.sequence // 2, s.round): s.start_s for s in trace.spans if s.operation is Operation.GLUE}
+    drafted = {(s.sequence // 2, s.round) for s in trace.spans if s.operation is Operation.DRAFT_STEP}
+    for seen, r in zip(told, trace.rounds, strict=False):
+        place = (r.sequence // 2, r.index)
+        assert (seen.policy.name, seen.round_s) == (r.policy, r.end_s - r.start_s)
+        assert seen.build_s == (build_ends[place] - glue_starts[place] if place in build_ends else 0.0)
+        assert (seen.draft_s > 0) == (place in drafted)
+    assert any(seen.build_s for seen in told)
 
 
 @needs_two_cores
@@ -139,7 +163,7 @@ def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
         os.sched_setaffinity(0, affinity)
 
 
-@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "int8"}])
 def test_unknown_settings_are_refused(self_draft_pair, setting) -> None:
     with pytest.raises(BadInput, match="must be one of"), open_runner(self_draft_pair, **setting):
         pass

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from executor import draft_process
 from executor.concurrency import open_runner
-from executor.draft_process import DraftFailed, ProcessDraft
+from executor.draft_client import DraftFailed
+from executor.draft_process import ProcessDraft
 from executor.execute import execute
-from executor.sequence import Request, Verified
+from executor.messages import Ask
+from executor.place import Place
+from executor.sequence import Question, Request, Verified
 from sim.policy import Autoregressive, Drafting, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source
 from sim.workload import Sampling, Workload
@@ -29,7 +31,9 @@ POLICY = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 def drafts(tiny_pair):
     """Children for tests that end them; they load side by side."""
     cores = sorted(os.sched_getaffinity(0))
-    drafts = [ProcessDraft(tiny_pair, "float64", cores[i % len(cores)], answer_timeout_s=1.0) for i in range(4)]
+    drafts = [
+        ProcessDraft(tiny_pair, "float64", Place(core=cores[i % len(cores)]), answer_timeout_s=1.0) for i in range(4)
+    ]
     for draft in drafts:
         draft.wait_until_loaded()
     yield drafts
@@ -40,24 +44,24 @@ def drafts(tiny_pair):
 def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
     draft = drafts[0]
     unknown_token = Request(0, (10**6,), 8, Sampling(), (), seed=0)
-    draft.begin(POLICY, [unknown_token])
+    draft.begin([unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
     with pytest.raises(DraftFailed, match="died"):
-        draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
+        draft.speculate(Question(POLICY, {0: Verified(Outcome(0, 1), remaining=4)}))
     draft.process.join(10)
     assert not draft.process.is_alive()
 
 
 def test_a_killed_child_is_noticed(drafts) -> None:
     draft = drafts[1]
-    draft.begin(POLICY, [Request(0, (1, 2), 8, Sampling(), (), seed=0)])
+    draft.begin([Request(0, (1, 2), 8, Sampling(), (), seed=0)])
     draft.wait()
     os.kill(draft.process.pid, signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match="died with exit code -9"):
         for _ in range(3):
-            draft.speculate({0: Verified(Outcome(0, 1), remaining=4)})
+            draft.speculate(Question(POLICY, {0: Verified(Outcome(0, 1), remaining=4)}))
     assert time.monotonic() - start_s < 10
 
 
@@ -71,11 +75,11 @@ class HangingPolicy(Speculative):
 
 def test_a_hanging_child_is_ended_and_says_where_it_hangs(drafts) -> None:
     draft = drafts[2]
-    draft.begin(HangingPolicy(3), [REQUEST])
+    draft.begin([REQUEST])
     draft.wait()
     start_s = time.monotonic()
     with pytest.raises(DraftFailed, match=r"(?s)has not answered for 1.0 s.*test_draft_process\.py.* in drafting"):
-        draft.speculate(FIRST_TOKEN)
+        draft.speculate(Question(HangingPolicy(3), FIRST_TOKEN))
     assert time.monotonic() - start_s < 10
     draft.process.join(5)
     assert not draft.process.is_alive()
@@ -85,14 +89,15 @@ def test_replies_that_nobody_waits_for_are_dropped_and_a_stopped_child_is_ended(
     draft = drafts[3]
     speculations = []
     for num_left_open in range(3):
-        draft.begin(POLICY, [REQUEST])
+        draft.begin([REQUEST])
         draft.wait()
-        speculations.append(draft.speculate(FIRST_TOKEN)[0].tokens)
+        speculations.append(draft.speculate(Question(POLICY, FIRST_TOKEN))[0].tokens)
         for token in range(num_left_open):  # the caller is interrupted before it has read the reply
-            draft._send(draft_process._ROUND, draft_process._pack_verified({0: Verified(Outcome(0, token), 3)}))
+            question = Question(POLICY, {0: Verified(Outcome(0, token), 3)})
+            draft._send(Ask(draft._next_number(), question))
     assert len(set(speculations)) == 1 and len(speculations[0]) == 4
     os.kill(draft.process.pid, signal.SIGSTOP)
-    draft.begin(POLICY, [REQUEST])
+    draft.begin([REQUEST])
     with pytest.raises(DraftFailed, match="did not say where"):
         draft.wait()
     draft.process.join(5)
@@ -122,7 +127,7 @@ def test_a_run_survives_its_draft_if_told_so(tiny_pair, tiny_serial) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
-def test_a_killed_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
+def test_a_killed_or_interrupted_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(
         "import sys, time\n"
@@ -134,16 +139,24 @@ def test_a_killed_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
         "        time.sleep(600)\n"
     )
     command = [sys.executable, str(program), str(tiny_pair.folder)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_running(child)
-        parent.kill()
+    parents = [
+        # A terminal's Ctrl-C reaches every process of the group.
+        subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        for _ in range(2)
+    ]
+    children = [int(parent.stdout.readline()) for parent in parents]
+    assert all(map(is_running, children))
+    parents[0].kill()
+    os.killpg(parents[1].pid, signal.SIGINT)
     deadline_s = time.monotonic() + 5
-    while is_running(child) and time.monotonic() < deadline_s:
+    while any(map(is_running, children)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not is_running(child)
+    assert not any(map(is_running, children))
+    for parent in parents:
+        parent.wait(10)
+        parent.stdout.close()
 
 
 def is_running(pid: int) -> bool:

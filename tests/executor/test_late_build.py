@@ -3,11 +3,11 @@
 import pytest
 
 from executor.draft_service import DraftService
-from executor.sequence import Request, Verified
-from sim.policy import Fallback, LateBuild, SpeculativeSpeculative
+from executor.sequence import Question, Request, Verified
+from executor.toy_model import HashModel
+from sim.policy import Autoregressive, Fallback, LateBuild, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
 from sim.workload import Sampling
-from tests.executor.hash_model import HashModel
 
 VOCAB_SIZE, K = 16, 4
 PROMPT = (1, 2, 3)
@@ -18,25 +18,28 @@ class ScriptedNews:
 
     def __init__(self) -> None:
         self.silent, self.outcomes, self.num_asked = 0, {}, 0
+        self.policy = Autoregressive()
 
     def __call__(self):
         self.num_asked += 1
-        return None if self.num_asked <= self.silent else self.outcomes
+        verified = {row: Verified(outcome, 20) for row, outcome in self.outcomes.items()}
+        return None if self.num_asked <= self.silent else Question(self.policy, verified)
 
 
 def build_with(news: ScriptedNews, on_late_build=LateBuild.ABANDON, fallback=Fallback.DRAFT):
     """A draft that has built beside its first round: its service and the operations of that build."""
     policy = SpeculativeSpeculative(K, (2,) * (K + 1), (2,) * (K + 1), fallback, on_late_build=on_late_build)
     service = DraftService(HashModel(VOCAB_SIZE, 0), interrupted=lambda: True, upcoming=news)
-    service.begin(policy, [Request(0, PROMPT, 30, Sampling(), (), seed=0)])
-    answer(service, Outcome(0, 5), remaining=29)
+    news.policy = policy
+    service.begin([Request(0, PROMPT, 30, Sampling(), (), seed=0)])
+    service.speculate(Question(policy, {0: Verified(Outcome(0, 5), 29)}))
     before = len(service.spans())
     service.prepare()
     return service, [span.operation for span in service.spans()[before:]]
 
 
 def answer(service: DraftService, outcome: Outcome, remaining: int):
-    return service.speculate({0: Verified(outcome, remaining)})[0]
+    return service.speculate(Question(service._speculator._policy, {0: Verified(outcome, remaining)}))[0]
 
 
 def prepared_outcome() -> Outcome:
@@ -91,8 +94,9 @@ def test_the_build_of_a_batch_goes_on_while_a_row_will_use_it(fallback, hits, is
     news = ScriptedNews()
     policy = SpeculativeSpeculative(K, (2,) * (K + 1), (2,) * (K + 1), fallback, on_late_build=LateBuild.ABANDON)
     service = DraftService(HashModel(VOCAB_SIZE, 0), interrupted=lambda: True, upcoming=news)
-    service.begin(policy, [Request(row, (*PROMPT, row), 30, Sampling(), (), seed=0) for row in range(2)])
-    service.speculate({row: Verified(Outcome(0, 5), 29) for row in range(2)})
+    service.begin([Request(row, (*PROMPT, row), 30, Sampling(), (), seed=0) for row in range(2)])
+    news.policy = policy
+    service.speculate(Question(policy, {row: Verified(Outcome(0, 5), 29) for row in range(2)}))
     news.silent = 10
     service.prepare()
     prepared = [next(iter(cache._branch)) for cache in service._speculator._caches.values()]
@@ -104,7 +108,8 @@ def test_the_build_of_a_batch_goes_on_while_a_row_will_use_it(fallback, hits, is
     service.prepare()
     steps = [s for s in service.spans()[before:] if s.operation is Operation.TREE_STEP]
     assert len(steps) == (1 if is_abandoned else K)
-    speculations = service.speculate({row: Verified(outcome, 24) for row, outcome in news.outcomes.items()})
+    verified = {row: Verified(outcome, 24) for row, outcome in news.outcomes.items()}
+    speculations = service.speculate(Question(policy, verified))
     redrafted = fallback is Fallback.DRAFT and not all(hits)
     expected = [(Source.REDRAFTED if redrafted else Source.HIT) if is_hit else Source.MISS for is_hit in hits]
     assert [speculations[row].source for row in range(2)] == expected

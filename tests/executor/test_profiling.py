@@ -1,5 +1,7 @@
 """The agreement record says what the two models say; the latency grid covers what the decoders do."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,11 @@ from executor.execute import execute
 from executor.latency_cells import BuildCell
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency, top2_gap
 from executor.sampling import process
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.tiny_models import prompts
 
 VOCAB_SIZE = 16
@@ -92,9 +94,9 @@ def test_the_gap_is_between_the_two_largest_logits(tiny_serial) -> None:
 GRID = LatencyGrid(max_speculation_length=3, branch_counts=(1, 4, 8), contexts=(12, 40))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_block_visits_every_cell(temperature: float) -> None:
-    grid = LatencyGrid(3, (1, 4, 8), (12, 40), temperature)
+@pytest.mark.parametrize(("temperature", "batch_size"), [(0.0, 1), (1.0, 1), (0.0, 3)])
+def test_every_block_visits_every_cell(temperature: float, batch_size: int) -> None:
+    grid = LatencyGrid(3, (1, 4, 8), (12, 40), temperature, batch_size)
     reports = []
     profile = measure_latency(hash_runner(), grid, 0.0, min_blocks=5, progress=lambda *done: reports.append(done))
     assert profile.num_blocks == 5
@@ -103,23 +105,33 @@ def test_every_block_visits_every_cell(temperature: float) -> None:
     assert all(s.duration_s > 0 and not s.busy for s in profile.samples)
     by_block = [sorted(_where(s) for s in profile.samples if s.block == block) for block in range(5)]
     assert all(block == by_block[0] for block in by_block)
+    by_rows = [sorted(_where(s) for s in profile.samples if s.batch_size == rows) for rows in grid.batch_sizes()]
+    assert grid.batch_sizes() == list(range(1, batch_size + 1))
+    assert all(cells and cells == by_rows[0] for cells in by_rows)
 
 
 def _where(sample):
     return sample.lane, sample.operation, sample.num_tokens, sample.context
 
 
+def test_rows_that_are_timed() -> None:
+    sizes = [LatencyGrid(3, (4,), (12,), batch_size=rows).batch_sizes() for rows in (1, 2, 4, 6, 9)]
+    assert sizes == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 9]]
+
+
 def test_a_larger_budget_buys_more_blocks() -> None:
     assert measure_latency(hash_runner(), GRID, budget_s=1.0, min_blocks=1).num_blocks > 1
 
 
-def test_the_grid_covers_every_operation_of_a_run_within_its_contexts() -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_grid_covers_every_operation_of_a_run_within_its_contexts(batch_size: int) -> None:
     """Contexts of 12 to 40 tokens: every span of every policy lies inside the profiled range of its operation."""
-    profile = measure_latency(hash_runner(), GRID, 0.0, min_blocks=1)
+    grid = replace(GRID, batch_size=batch_size)
+    profile = measure_latency(hash_runner(), grid, 0.0, min_blocks=1)
     covered: dict[tuple[Lane, Operation, int], list[int]] = {}
     for s in profile.samples:
         covered.setdefault((s.lane, s.operation, s.num_tokens), []).append(s.context)
-    rules = Workload("toy", (tuple(range(13)),), 28)
+    rules = Workload("toy", tuple(tuple(range(n, n + 13)) for n in range(batch_size)), 28, batch_size=batch_size)
     policies = [Autoregressive(), Speculative(1), Speculative(3)]
     policies += [
         SpeculativeSpeculative(3, (2, 2, 2, 2), (1, 1, 1, 1)),
@@ -130,12 +142,17 @@ def test_the_grid_covers_every_operation_of_a_run_within_its_contexts() -> None:
         for span in execute(policy, rules, hash_runner()).spans:
             if span.operation in (Operation.PREFILL, Operation.LOOKUP):
                 continue
-            contexts = covered.get((span.lane, span.operation, span.num_tokens), [])
-            if span.operation is Operation.TREE_STEP and span.num_tokens not in GRID.branch_counts:
-                continue  # a build shortened by the cap
-            assert min(contexts) <= span.context <= max(contexts), span
-            checked.add((span.operation, span.num_tokens))
-    assert {o for o, _ in checked} == {Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP}
+            mean = span.num_tokens / span.batch_size  # builds shortened by the cap lie between the profiled ones
+            widths = sorted(
+                width for lane, operation, width in covered if (lane, operation) == (span.lane, span.operation)
+            )
+            around = max(w for w in widths if w <= mean), min(w for w in widths if w >= mean)
+            for width in around:
+                contexts = covered[span.lane, span.operation, width]
+                assert min(contexts) <= span.context <= max(contexts), span
+            checked.add((span.operation, span.batch_size))
+    operations = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)
+    assert checked >= {(operation, batch_size) for operation in operations}
 
 
 def test_tree_steps_reach_as_far_as_the_positions() -> None:
@@ -149,6 +166,8 @@ def test_tree_steps_reach_as_far_as_the_positions() -> None:
         ({"contexts": ()}, "contexts"),
         ({"branch_counts": (0, 4)}, "branch_counts"),
         ({"max_speculation_length": 0}, "max_speculation_length"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"contexts": (1, 9), "batch_size": 2}, "must be >= 2 for batches"),
     ],
 )
 def test_a_grid_without_cells_is_refused(values, message) -> None:

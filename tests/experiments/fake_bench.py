@@ -18,6 +18,7 @@ from sim.simulate import simulate
 from sim.system import System
 from sim.trace import Lane, Operation, Trace
 from sim.workload import Workload
+from tests.sim.strategies import batched
 from tests.sim.toy import system_of
 
 VERIFY_S, DRAFT_STEP_S, GLUE_S, TREE_STEP_S, HOST_S = 0.010, 0.002, 0.0021, 0.0025, 0.0004
@@ -79,7 +80,9 @@ class FakeBench:
             "tree_step_s": TREE_STEP_S,
             "host_s": HOST_S,
         }
-        return system_of(record, **{name: seconds * self.slowness for name, seconds in times.items()})
+        system = system_of(record, **{name: seconds * self.slowness for name, seconds in times.items()})
+        num_rows = self.config.workload.batch_size
+        return system if num_rows == 1 else batched(system, 0.0)
 
     def workload(self, split: str, num_prompts: int) -> Workload:
         rules = self.config.workload
@@ -89,12 +92,13 @@ class FakeBench:
             prompts=tuple((number, *[i] * (rules.prompt_tokens - 1)) for i in range(num_prompts)),
             max_new_tokens=rules.max_new_tokens,
             temperature=rules.temperature,
+            batch_size=rules.batch_size,
         )
 
     def check_runs(self, policy: Policy, workload: Workload) -> None:
         check_runs(policy, workload)
 
-    def execute(self, policy: Policy, workload: Workload, seed: int) -> Trace:
+    def execute(self, policy: Policy, workload: Workload, seed: int, *, on_draft_failure: str = "raise") -> Trace:
         split = list(self.truth)[workload.prompts[0][0]]
         system = self.truth[split]
         picked = system.agreement.select(np.array([prompt[1] for prompt in workload.prompts]))
@@ -116,9 +120,10 @@ class FakeBench:
         ]
         contexts = (1, 1000)
         samples = [
-            LatencySample(lane, operation, width, context, busy, block, seconds)
+            LatencySample(lane, operation, width, context, busy, block, seconds, rows)
             for lane, operation, widths_of, seconds in operations
             for width, context, busy, block in product(widths_of, contexts, (False, True), range(5))
+            for rows in {1, self.config.workload.batch_size}
         ]
         progress(1, 1)
         return samples

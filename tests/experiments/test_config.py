@@ -28,7 +28,7 @@ def line_of(old: str) -> int:
         ("temperature: 0.0", "temprature: 0.0", "workload.temprature: unknown key; did you mean workload.temperature?"),
         ("repeats: 3", "repeets: 3", "run.repeets: unknown key; did you mean run.repeats?"),
         ("seed: 0", "max_new_tokens: 8", "max_new_tokens: unknown key; did you mean workload.max_new_tokens?"),
-        ("repeats: 3", "zzz: 3", "run.zzz: unknown key; known here: repeats"),
+        ("repeats: 3", "zzz: 3", "run.zzz: unknown key; known here: repeats, on_draft_failure"),
         ("temperature: 0.0", "temperature: hot", "workload.temperature: must be a valid number, got 'hot'"),
         ("temperature: 0.0", "temperature: .nan", "workload.temperature: must be a valid number, got '.nan'"),
         ("temperature: 0.0", "temperature: -1", "workload.temperature: must be greater than or equal to 0, got -1"),
@@ -46,7 +46,9 @@ def line_of(old: str) -> int:
         ),
         ("fallbacks: [draft, none]", "fallbacks: draft", "search.fallbacks: must be a valid array, got 'draft'"),
         ("fallbacks: [draft, none]", "fallbacks: []", "search.fallbacks: must have at least 1 item"),
-        ("concurrency: auto", "concurrency: threads", "concurrency: must be 'auto', 'processes' or 'serial'"),
+        ("concurrency: auto", "concurrency: threads", "concurrency: must be 'auto', 'processes', 'streams"),
+        ("seed: 0", "seed: 0\ndevice: gpu", "device: must match pattern"),
+        ("seed: 0", "seed: 0\ndtype: int8", "dtype: must be 'float32', 'float64'"),
         ("schema: 1", "schema: 2", "schema: must be 1, got 2"),
         ("name: quickstart", "name: ../elsewhere", "name: must match pattern"),
         ("budgets: [4, 8", "budgets: [4, 64", "search.budgets: must not exceed the largest of profile.branch_counts"),
@@ -124,3 +126,26 @@ def test_every_experiment_that_comes_along_is_valid(path: Path) -> None:
     config = load_config(path)
     assert config.name == path.stem
     assert load_config(path, reduced=True).workload.test_prompts < config.workload.test_prompts
+
+
+def test_batches_come_whole(tmp_path: Path) -> None:
+    path = changed(tmp_path, "  prompt_tokens: 64\n", "  prompt_tokens: 64\n  batch_size: 2\n")
+    assert load_config(path).workload.batch_size == load_config(path, reduced=True).workload.batch_size == 2
+    assert load_config(path, batch_size=4, reduced=True).workload.batch_size == 4
+    assert load_config(QUICKSTART).workload.batch_size == 1
+    with pytest.raises(BadInput, match=r"--batch-size: must divide workload.calibration_prompts, 8 of them, .* got 3"):
+        load_config(path, batch_size=3, reduced=True)
+    with pytest.raises(BadInput, match=r"line \d+: workload.batch_size: must divide .*, 200 of them, .*, 80, got 3"):
+        load_config(changed(tmp_path, "  prompt_tokens: 64\n", "  prompt_tokens: 64\n  batch_size: 3\n"))
+    short = changed(tmp_path, "contexts: [64, 96, 128]", "contexts: [1, 96, 128]")
+    assert load_config(short).profile.contexts[0] == 1
+    with pytest.raises(BadInput, match="--batch-size: must be >= 2 for batches, whose rows differ in length"):
+        load_config(short, batch_size=2)
+
+
+def test_what_becomes_of_a_run_without_its_draft_is_a_setting(tmp_path: Path) -> None:
+    assert load_config(QUICKSTART).run.on_draft_failure == "raise"
+    path = changed(tmp_path, "  repeats: 3\n", "  repeats: 3\n  on_draft_failure: continue\n")
+    assert load_config(path).run.on_draft_failure == "continue"
+    with pytest.raises(BadInput, match=r"run\.on_draft_failure: "):
+        load_config(changed(tmp_path, "  repeats: 3\n", "  repeats: 3\n  on_draft_failure: ignore\n"))

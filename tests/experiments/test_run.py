@@ -9,14 +9,18 @@ import pytest
 from rich.console import Console
 
 from calibration.profile import Profile
+from calibration.validate import compare
 from experiments.config import QUICKSTART, ExperimentConfig, load_config
-from experiments.measurement import join, measure_interleaved
-from experiments.run import KINDS, measure_profile, run_experiment
+from experiments.measurement import batches, join, measure_interleaved
+from experiments.run import KINDS, measure_profile, notes, run_experiment
 from experiments.stages import Stages
-from sim.errors import BadInput
+from sim.errors import BadInput, RunFailed
+from sim.metrics import Estimate
 from sim.policy import Autoregressive, Policy, Speculative
+from sim.simulate import predict
 from sim.system import System
 from sim.trace import Trace
+from sim.workload import Workload
 from tests.experiments.fake_bench import FakeBench
 
 
@@ -125,6 +129,13 @@ def test_report_says_what_was_not_overlapped(config: ExperimentConfig, tmp_path:
     assert "nothing overlapped" in (tmp_path / "report.md").read_text().split("##")[0]
 
 
+def test_roles_that_hardly_overlap_are_said_first(config: ExperimentConfig) -> None:
+    identity = {"concurrency": "streams"}
+    (remark,) = (r for r in notes(config, identity, Estimate(0.03, 0.02, 0.04, 4), None) if "overlap" in r)
+    assert remark.startswith("no overlap achieved: 3 %")
+    assert not [r for r in notes(config, identity, Estimate(0.7, 0.6, 0.8, 4), None) if "overlap" in r]
+
+
 def test_profile_of_another_pair_is_refused_before_anything_is_executed(
     config: ExperimentConfig, tmp_path: Path
 ) -> None:
@@ -177,3 +188,86 @@ def test_joined_trace_equals_one_run_over_all_prompts(config: ExperimentConfig) 
 def test_counts_of_joined_traces_add_up() -> None:
     parts = [Trace({}, {}, meta={"producer": "executor", "num_bad_draft_rows": n}) for n in (1, 0, 2)]
     assert join(parts).meta == {"producer": "executor", "num_bad_draft_rows": 3}
+
+
+def with_rows(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
+    return config.model_copy(update={"workload": config.workload.model_copy(update={"batch_size": num_rows})})
+
+
+def test_batches_are_profiled_searched_executed_and_predicted(config: ExperimentConfig, tmp_path: Path) -> None:
+    bench = FakeBench(with_rows(config, 4))
+    summary = run_experiment(bench.config, bench, tmp_path, quiet())
+    for row in summary["policies"]:
+        assert abs(row["error"]["tokens_per_s"]) < 0.15  # one test batch, another draw
+    trace = Trace.read(tmp_path / "traces" / "measured" / "ssd" / "0")
+    assert [len(rounds) for rounds in trace.verified_together()][:1] == [4]
+    assert trace.workload["batch_size"] == 4
+    profile = Profile.read(tmp_path / "profile")
+    assert {s.batch_size for s in profile.latency} == {1, 4}
+    assert {len(t.sequences) for t in profile.traces} == {4}  # a whole batch before the latencies, one after
+    assert "batches of 4 sequences that begin together" in (tmp_path / "report.md").read_text()
+
+
+def test_batches_take_turns_whole(config: ExperimentConfig) -> None:
+    bench = FakeBench(with_rows(config, 3))
+    workload, decoded = bench.workload("test", 4), []
+    policies: list[Policy] = [Autoregressive(), Speculative(2)]
+    traces = measure_interleaved(
+        bench.execute, policies, workload, repeats=2, seed=1, on_sequence=lambda: decoded.append(1)
+    )
+    assert bench.executed == [
+        *(("AR", 0), ("SD K=2", 0), ("SD K=2", 3), ("AR", 3)),
+        *(("SD K=2", 0), ("AR", 0), ("AR", 3), ("SD K=2", 3)),
+    ]
+    assert len(decoded) == 16
+    assert all([s.index for s in trace.sequences] == [0, 1, 2, 3] for repeats in traces for trace in repeats)
+
+
+FAILURE = {"sequence": 0, "round": 7, "message": "the draft process died with exit code -9\nand more"}
+
+
+class BenchThatLosesItsDraft(FakeBench):
+    """From repeat `lost_in` on the target decodes the test prompts alone where SSD was asked for."""
+
+    lost_in = 1
+
+    def execute(self, policy: Policy, workload: Workload, seed: int, *, on_draft_failure: str = "raise") -> Trace:
+        trace = super().execute(policy, workload, seed)
+        is_test, is_ssd = workload.prompts[0][0] == 1, policy.to_dict()["kind"] == "ssd"
+        if on_draft_failure == "continue" and is_test and is_ssd and seed - self.config.seed >= self.lost_in:
+            trace.meta["draft_failure"] = FAILURE
+        return trace
+
+
+def continuing(config: ExperimentConfig) -> ExperimentConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"on_draft_failure": "continue"})})
+
+
+def test_repeats_without_their_draft_are_told_and_left_out(config: ExperimentConfig, tmp_path: Path) -> None:
+    bench = BenchThatLosesItsDraft(continuing(config))
+    summary = run_experiment(bench.config, bench, tmp_path, quiet())
+    assert {row["measured"]["repeats"] for row in summary["policies"]} == {1}
+    text = (tmp_path / "report.md").read_text()
+    for repeat in (1, 2):
+        assert f"in repeat {repeat} of the SSD runs the draft failed in round 7 of prompt 0 (the draft process" in text
+    assert summary["lossless"]["identical"] == summary["lossless"]["prompts"]  # those texts are compared all the same
+    assert Trace.read(tmp_path / "traces" / "measured" / "ssd" / "2").meta["draft_failure"] == FAILURE
+
+
+def test_without_a_sound_repeat_there_is_nothing_to_compare(config: ExperimentConfig, tmp_path: Path) -> None:
+    bench = BenchThatLosesItsDraft(continuing(config))
+    bench.lost_in = 0
+    with pytest.raises(RunFailed, match=r"the draft failed in every repeat.*exit code -9"):
+        run_experiment(bench.config, bench, tmp_path, quiet())
+
+
+def test_a_failure_keeps_its_place_in_a_joined_trace_and_is_in_no_comparison(config: ExperimentConfig) -> None:
+    bench = BenchThatLosesItsDraft(config)
+    workload = bench.workload("test", 3)
+    parts = [bench.execute(Speculative(2), batch, 0) for batch in batches(workload)]
+    parts[1].meta["draft_failure"] = FAILURE
+    whole = join(parts)
+    assert whole.meta["draft_failure"] == FAILURE | {"sequence": 1}
+    prediction = predict(Speculative(2), workload, bench.truth["test"])
+    with pytest.raises(BadInput, match="must be of a run whose draft did not fail"):
+        compare(prediction, prediction, [whole])
