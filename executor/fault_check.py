@@ -107,7 +107,7 @@ def _after_losing_the_draft(name: str, strike: Strike, mode: str, workload: Work
     except DraftFailed as error:
         seconds = now_s() - struck.at_s
         is_right = mode == OnDraftFailure.RAISE and seconds < MOST_S
-        return Aftermath(name, mode, f"the run ended: {_in_short(error)}", seconds, None, is_right)
+        return Aftermath(name, mode, f"ended: {_in_short(error)}", seconds, None, is_right)
     failure, lost = trace.meta["draft_failure"], num_lost(expected, trace)
     seconds = _first_round_after(trace, struck.at_s)
     is_right = mode == OnDraftFailure.CONTINUE and failure is not None and lost == 0 and seconds < MOST_S
@@ -195,7 +195,7 @@ def _bad_target_row(name: str, mode: str, workload: Workload, runner: Runner) ->
         except FloatingPointError as error:
             seconds, message = now_s() - struck.at_s, str(error)
             is_right = "sequence 0, position" in message and seconds < MOST_S
-            return Aftermath(name, mode, f"the run ended: {message}", seconds, None, is_right)
+            return Aftermath(name, mode, f"ended: {message}", seconds, None, is_right)
     return Aftermath(name, mode, "nothing was noticed", 0.0, None, is_right=False)
 
 
@@ -315,6 +315,6 @@ def _is_running(pid: int) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """What happened and, after a traceback, what was raised."""
+    """What happened; of a traceback, what was raised."""
     lines = str(error).strip().splitlines()
-    return f"{lines[0]} ({lines[-1]})" if "Traceback" in str(error) else lines[0]
+    return lines[-1] if "Traceback" in str(error) else lines[0]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from executor.law_check import Verdict
 
 LAW_HEAD = ("case", "settings", "trials", "total variation", "threshold", "false alarms", "verdict")
-FAULTS_HEAD = ("fault", "on_draft_failure", "what happened", "after, s", "tokens lost", "verdict")
+FAULTS_HEAD = ("fault", "on failure", "what happened", "after, s", "tokens lost", "verdict")
 
 Progress = Callable[[str], None]
 
@@ -85,7 +85,7 @@ def fault_rows(aftermaths: Sequence[Aftermath]) -> list[tuple[str, ...]]:
             a.what_happened,
             f"{a.seconds:.2f}",
             "-" if a.tokens_lost is None else f"{a.tokens_lost}",
-            "as it should be" if a.is_right else "WRONG",
+            "right" if a.is_right else "WRONG",
         )
         for a in aftermaths
     ]

@@ -357,7 +357,7 @@ def bench_engines(as_json: AsJson = False) -> None:
 @check_app.command("law")
 def check_law(as_json: AsJson = False) -> None:
     """Decode a toy vocabulary under every kind of policy and compare with exact enumeration; exit code 1 if a law is
-    not the target's, or if a known-wrong variant passes."""
+    wrong, or if a known-wrong variant passes."""
     console = _console(as_json=as_json)
     from experiments.checks import LAW_HEAD, law_rows, law_to_json, run_law_check
 
