@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from executor.concurrency import Runner
+from executor.device import put
 from executor.execute import tokenizer_for
 from sim.errors import BadInput
 from sim.trace import Sequence, Trace
@@ -47,7 +48,7 @@ def generate(runner: Runner, workload: Workload) -> Trace:
 @torch.inference_mode()
 def _generate(runner: Runner, workload: Workload, indices: list[int]) -> list[list[int]]:
     """The tokens for prompts of one length and one repetition penalty; rows that stopped are padded."""
-    prompts = torch.tensor([workload.prompts[index] for index in indices])
+    prompts = put([workload.prompts[index] for index in indices], runner.target.model.device)
     model = runner.target.model.model
     # A checkpoint's own generation settings (a repetition penalty, say) are none of ours.
     usual, model.generation_config = model.generation_config, GenerationConfig()
