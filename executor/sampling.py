@@ -42,9 +42,9 @@ def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
 
 def seen_along(text: Sequence[int], num_rows: int, vocab_size: int, device: torch.device = CPU) -> Tensor:
     """(num_rows, V) bool: which tokens are among the text up to each of its last `num_rows` tokens."""
-    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=CPU)
     num_shared = len(text) - num_rows + 1
-    seen[:, torch.tensor(text[:num_shared])] = True
+    seen[:, put(text[:num_shared], CPU)] = True
     for row, token in enumerate(text[num_shared:], start=1):
         seen[row:, token] = True
     return put(seen, device)
