@@ -48,6 +48,7 @@ class Drafter:
         self.model = model
         self._recorder = recorder
         self._sampling = [request.sampling for request in requests]
+        self._are_alike = len(set(self._sampling)) == 1
         self._draws = [request.draws() for request in requests]
         self._is_audited = requests[0].audit
         self.committed = [list(request.prompt) for request in requests]
@@ -220,7 +221,6 @@ class Drafter:
         tokens = pad_sequence([own.bonus_tokens for own in likely.values()], batch_first=True)
         mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
         uniforms = put(self._branch_uniforms(rows, num_own, num_steps), device)
-        penalties = self._penalties(rows)
         steps: list[tuple[Tensor, Laws]] = []
         while len(steps) < num_steps and go_on():
             step = len(steps)
@@ -229,7 +229,7 @@ class Drafter:
                 visible = mask[..., : num_slots + (step + 1) * num_branches]
                 logits = self.model.append_branches(rows, tokens, positions + step, visible)
                 if seen is not None:
-                    logits = penalise(logits, penalties[:, None, None], seen)
+                    logits = penalise(logits, self._penalties(rows)[:, None, None], seen)
                 steps.append(self._sample(rows, logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
                 if seen is not None:
@@ -267,12 +267,12 @@ class Drafter:
         The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says. Rows of the same
         settings are processed together.
         """
+        if self._are_alike:
+            tokens, probs = _sample_alike(logits, uniforms, self._sampling[0], drafting, draft_index)
+            return tokens, [None] * len(rows) if probs is None else list(probs.unbind())
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(self._sampling[row], []).append(place)
-        if len(alike) == 1:
-            tokens, probs = _sample_alike(logits, uniforms, self._sampling[rows[0]], drafting, draft_index)
-            return tokens, [None] * len(rows) if probs is None else list(probs)
         tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
         laws: Laws = [None] * len(rows)
         for sampling, places in alike.items():

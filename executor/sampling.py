@@ -27,11 +27,10 @@ MANY = 8  # times more tokens than are asked for: then a selection is faster tha
 def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
     """(n, V) logits after each of the last n tokens of `text` -> the same under a repetition penalty: each row is
     penalised for the tokens up to and including its own."""
-    return (
-        logits
-        if penalty == 1
-        else penalise(logits, penalty, seen_along(text, len(logits), logits.shape[-1], logits.device))
-    )
+    if penalty == 1:
+        return logits
+    num_rows, vocab_size = logits.shape
+    return penalise(logits, penalty, seen_along(text, num_rows, vocab_size, logits.device))
 
 
 def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
@@ -202,14 +201,18 @@ def by_rank(logits: Tensor, num_tokens: int) -> Tensor:
     """(..., V) logits -> (..., num_tokens) the most likely tokens, best first, ties by lower id; V at most.
 
     Without equals at its border the set of the largest is known without the order of all, which takes long for a large
-    vocabulary. On a GPU nobody asks whether there are any: there numbers whose order is that of the ranks are selected.
+    vocabulary; without any equals so is their order. On a GPU nobody asks whether there are any: there numbers whose
+    order is that of the ranks are selected.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and num_tokens:
         return by_rank_unasked(logits, min(num_tokens, logits.shape[-1]))
     if 0 < MANY * num_tokens < logits.shape[-1]:
-        largest, ids = logits.topk(num_tokens)
-        if ((logits >= largest[..., -1:]).sum(-1) == num_tokens).all():
-            ids = ids.sort().values
+        largest, ids = logits.topk(num_tokens + 1)
+        falls = largest[..., :-1] > largest[..., 1:]
+        if falls.all():
+            return ids[..., :-1]
+        if falls[..., -1].all():
+            ids = ids[..., :-1].sort().values
             order = logits.gather(-1, ids).sort(descending=True, stable=True).indices
             return ids.gather(-1, order)
     return torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :num_tokens]
