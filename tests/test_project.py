@@ -28,7 +28,7 @@ SIM_VOCABULARY = {
     *("sim.policy", "sim.decider", "sim.ngram", "sim.workload", "sim.trace"),
     *("sim.agreement", "sim.latency", "sim.errors"),
 }
-MODEL_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
+MODEL_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors", "gguf"}
 MACHINE_PATH = re.compile(r"(?:^|[\s\"'=:(`])/(?:work|farm|root|home|Users)/\w|\.\./shared\b", re.MULTILINE)
 EXECUTABLE_FORMATS = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".joblib"}
 

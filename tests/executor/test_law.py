@@ -13,10 +13,10 @@ from executor.drafting import Drafter
 from executor.draws import Draws, Purpose
 from executor.execute import execute
 from executor.sampling import penalised, process
+from executor.toy_model import HashModel, serial_runner
 from sim.policy import Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Source
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 
 VOCAB_SIZE = 4
 PROMPT = (1, 2)

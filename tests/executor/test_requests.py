@@ -14,11 +14,11 @@ from executor.execute import execute, requests
 from executor.generated_text import GeneratedText
 from executor.pairs import load_pair
 from executor.recorder import now_s
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import StopReason
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.test_loops import check_counters, ssd, texts
 from tests.executor.tiny_models import prompts
 
