@@ -94,10 +94,11 @@ class LanguageModel:
         return self._cache.lengths[self._place[row]]
 
     def with_rows(self, num_rows: int) -> LanguageModel:
-        """The same weights with an empty cache for `num_rows` sequences."""
+        """The same weights with an empty cache for `num_rows` sequences, which takes no more room than their texts
+        need: many rows of all positions would not fit beside the models."""
         other = copy.copy(self)
         other._static = None  # it knows the other cache
-        other._cache = self._new_cache(num_rows)
+        other._cache = SlotCache(self._num_layers, 0, num_rows, self.device)
         other.begin(num_rows)
         return other
 
