@@ -6,6 +6,7 @@
     with open_runner(pair, concurrency="auto"|"processes"|"serial", dtype="float32"|"float64") as runner:
         execute(policy, workload, runner, seed=0, progress=None, on_draft_failure="raise"|"continue", on_tokens=None,
                 log_probs=False, forced_acceptance=None, audit=False) -> sim.trace.Trace
+                              on_tokens gets a NewTokens(sequence, tokens, text, stop_reason) for every row of a round
         measure_agreement(runner, workload, seed=0, num_candidates=32, progress=None) -> sim.agreement.AgreementRecord
         measure_latency(runner, LatencyGrid(...), budget_s, seed=0, min_blocks=5, progress=None) -> LatencyProfile
                                                                        (.samples, .num_cells, .num_blocks)

@@ -7,7 +7,8 @@ import queue
 import select
 from multiprocessing.connection import Connection
 
-from executor.messages import Message, from_bytes, to_bytes
+from executor.device import finish
+from executor.messages import Message, Reply, from_bytes, to_bytes
 from executor.recorder import now_s
 
 # A process that slept is woken late, and its core works slowly at first. Within a round every wait is shorter than
@@ -53,7 +54,7 @@ class PipeChannel:
 class QueueChannel:
     """A `Channel` between two threads. Nobody waits awake: a thread that does so keeps the interpreter to itself.
 
-    Messages are handed over as they are, tensors on a device among them: they stay where they are.
+    Messages are handed over as they are: the distributions of a reply stay on their device.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Message | None], outbox: queue.SimpleQueue[Message | None]) -> None:
@@ -62,6 +63,8 @@ class QueueChannel:
         self._peeked: Message | None = None
 
     def send(self, message: Message) -> None:
+        if isinstance(message, Reply):
+            finish(speculation.draft_probs for speculation in message.speculations.values())
         self._outbox.put(message)
 
     def is_ready(self) -> bool:

@@ -106,8 +106,9 @@ class Runner:
 
         Called before a run, so that no recording is in a measured time.
         """
+        target = self.target.model.capture()  # one after the other: a recording wants the device for itself
         self.draft.start("capture")
-        return {"target": self.target.model.capture(), "draft": self.draft.result()}
+        return {"target": target, "draft": self.draft.result()}
 
     def identity(self) -> dict[str, Any]:
         """What must be the same before a record of one run speaks about another."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,19 @@ def put(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # only from pinned memory does a copy not wait
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The same numbers for NumPy, which knows no bfloat16."""
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.cpu()
+
+
+def finish(tensors: Iterable[Tensor | None]) -> None:
+    """Wait until tensors of a GPU hold what they are going to hold, for a reader in another stream."""
+    for device in {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def together(tensors: Sequence[Tensor]) -> Tensor:

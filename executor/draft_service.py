@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from executor.device import on_host, put
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
@@ -70,7 +70,7 @@ class DraftService:
     def score(self, texts: Sequence[Sequence[int]], num_rows: int) -> NDArray[np.floating]:
         """Texts of equal length -> (num_texts, num_rows, V) logits after each of the last `num_rows` tokens."""
         rows = self.model.with_rows(len(texts))
-        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).double().cpu().numpy()
+        return on_host(rows.append_rows(put(texts, self.model.device), num_logits=num_rows)).numpy()
 
     def measure(self, cells: Sequence[DraftCell], num_repeats: int) -> list[Span]:
         """Time every cell once, in the order given."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from executor.device import put, together
+from executor.device import CPU, put, together
 from executor.draws import Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
@@ -237,8 +237,8 @@ class Drafter:
         return steps
 
     def _branch_uniforms(self, rows: Sequence[int], num_own: Sequence[int], num_steps: int) -> Tensor:
-        """(rows, B, num_steps), those of a row's own branches the same however many stand beside them."""
-        uniforms = torch.zeros(len(rows), max(num_own), num_steps, dtype=torch.float64)
+        """(rows, B, num_steps) on the host, those of a row's own branches the same however many stand beside them."""
+        uniforms = torch.zeros(len(rows), max(num_own), num_steps, dtype=torch.float64, device=CPU)
         for place, (row, num) in enumerate(zip(rows, num_own, strict=True)):
             if self._sampling[row].temperature > 0:
                 drawn = self._draws[row].uniforms(Purpose.BRANCH, self._recorder.round, num * num_steps)

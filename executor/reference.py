@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging
 
 from executor.concurrency import Runner
+from executor.device import put
 from executor.execute import tokenizer_for
 from executor.language_model import LanguageModel
 from sim.errors import BadInput
@@ -66,7 +67,7 @@ def _generate(runner: Runner, workload: Workload, indices: list[int]) -> list[li
 def _greedy(model: LanguageModel, prompts: Seq[Seq[int]], max_new_tokens: int, **settings: Any) -> list[list[int]]:
     """What `generate` makes of prompts of one length. A checkpoint's own generation settings (a repetition penalty,
     say) are none of ours."""
-    fed = torch.tensor([list(prompt) for prompt in prompts])
+    fed = put([list(prompt) for prompt in prompts], model.device)
     generate: Any = model.model.generate
     with _own_settings(model, GenerationConfig()):
         output = generate(

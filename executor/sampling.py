@@ -27,11 +27,10 @@ MANY = 8  # times more tokens than are asked for: then a selection is faster tha
 def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
     """(n, V) logits after each of the last n tokens of `text` -> the same under a repetition penalty: each row is
     penalised for the tokens up to and including its own."""
-    return (
-        logits
-        if penalty == 1
-        else penalise(logits, penalty, seen_along(text, len(logits), logits.shape[-1], logits.device))
-    )
+    if penalty == 1:
+        return logits
+    num_rows, vocab_size = logits.shape
+    return penalise(logits, penalty, seen_along(text, num_rows, vocab_size, logits.device))
 
 
 def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
@@ -43,9 +42,9 @@ def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
 
 def seen_along(text: Sequence[int], num_rows: int, vocab_size: int, device: torch.device = CPU) -> Tensor:
     """(num_rows, V) bool: which tokens are among the text up to each of its last `num_rows` tokens."""
-    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=CPU)
     num_shared = len(text) - num_rows + 1
-    seen[:, torch.tensor(text[:num_shared])] = True
+    seen[:, put(text[:num_shared], CPU)] = True
     for row, token in enumerate(text[num_shared:], start=1):
         seen[row:, token] = True
     return put(seen, device)

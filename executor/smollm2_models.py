@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 LARGEST = 127
 SCALE = ".scale"
@@ -17,6 +18,7 @@ SCALE = ".scale"
 
 def load_target(folder: Path) -> LlamaForCausalLM:
     """The converted target, float32."""
+    logging.disable_progress_bar()
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 

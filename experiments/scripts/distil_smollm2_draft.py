@@ -487,7 +487,7 @@ def measured(draft: Draft, texts: Sequence[Text]) -> dict[str, dict[str, float]]
     """Of each kind of prompt and of all: the means of `scores` over positions, with standard errors over prompts."""
     by_text = [scores(draft, text) for text in texts]
     figures: dict[str, dict[str, float]] = {}
-    for kind in (*KINDS, "all"):
+    for kind in (*dict.fromkeys(text.kind for text in texts), "all"):
         chosen = [own for own, text in zip(by_text, texts, strict=True) if kind in (text.kind, "all")]
         figures[kind] = {"num_prompts": len(chosen), "num_tokens": sum(len(own["agreement"]) for own in chosen)}
         for name in chosen[0]:

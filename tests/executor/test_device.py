@@ -9,8 +9,8 @@ from executor import device
 from executor.concurrency import open_runner
 from executor.device import num_usable_cores, put, resolve, time_against_float32, warn_of_slow_arithmetic
 from executor.recorder import now_s
+from executor.toy_model import FakePair, HashModel
 from sim.errors import BadInput
-from tests.executor.hash_model import FakePair, HashModel
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from executor.concurrency import open_runner
 from executor.draft_client import DraftFailed
 from executor.execute import execute
 from executor.profiling import LatencyGrid, measure_latency
+from executor.toy_model import FakePair, HashModel, serial_runner
 from sim.metrics import overlap
 from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Workload
-from tests.executor.hash_model import FakePair, HashModel, serial_runner
 
 SSD = SpeculativeSpeculative(3, (2,) * 4, (2,) * 4)
 POLICIES = [

@@ -5,9 +5,11 @@ code is the same but for `by_rank`, which on a CPU asks about equals in large vo
 """
 
 import pytest
+import torch
 from torch.overrides import TorchFunctionMode
 
 from executor import sampling
+from executor.concurrency import open_runner
 from executor.execute import execute
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Operation
@@ -70,3 +72,39 @@ def test_a_read_in_every_step_would_be_noticed(tiny_serial, monkeypatch) -> None
     with HostReads() as more:
         execute(Speculative(4), rules, tiny_serial)
     assert more.num > 2 * reads.num
+
+
+FACTORIES = {"zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "linspace"}
+
+
+class Homeless(TorchFunctionMode):
+    """Notes tensors that are made without saying where, and what is indexed by numbers of the host: on a GPU the first
+    would be elsewhere, and the second would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in FACTORIES and "device" not in (kwargs or {}):
+            self.found.add(name)
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.found.update({f"{name} by a list"} if any(isinstance(part, list) for part in index) else ())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_every_tensor_of_a_run_says_where_it_is(graphs: bool, tiny_pair) -> None:
+    settings = (Sampling(), Sampling(temperature=1.0, top_p=0.9), Sampling(0.8, repetition_penalty=1.2))
+    rules = Workload("test", prompts(3, 9), 16, batch_size=3, sampling=settings)
+    fallbacks = (Fallback.DRAFT, Fallback.FILLER, Fallback.NGRAM)
+    policies = [Autoregressive(), Speculative(3), *(ssd(3, fallback) for fallback in fallbacks)]
+    with open_runner(tiny_pair, "serial", dtype="float64", graphs=graphs) as runner, Homeless() as homeless:
+        for policy in policies:
+            execute(policy, rules, runner, log_probs=True)
+    assert homeless.found == set()
+    with homeless:
+        assert torch.zeros(2)[[0]] == 0
+    assert homeless.found == {"zeros", "__getitem__ by a list"}

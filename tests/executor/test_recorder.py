@@ -8,10 +8,10 @@ from executor.loops import speculative
 from executor.recorder import Recorder
 from executor.sequence import OpenBatch
 from executor.target import Target
+from executor.toy_model import HashModel
 from sim.policy import SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Workload
-from tests.executor.hash_model import HashModel
 
 
 class FakeDevice:
