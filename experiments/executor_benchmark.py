@@ -90,22 +90,18 @@ def bench_executor(
 ) -> dict[str, Any]:
     """The figures of the first pair, JSON-safe; `other_pairs` holds those of the others, `speedups` those of all.
 
-    `not_run` says which pair cannot be loaded and why; the first one must.
+    `not_run` says which pair cannot be measured and why; the first one must.
     """
     figures: dict[str, dict[str, Any]] = {}
     not_run: dict[str, str] = {}
     for name in pairs:
+        progress(f"load {name}")
         try:
-            pair = load_pair(name)
+            figures[name] = _figures(name, sizes, progress, concurrency)
         except BadInput as error:
             if name == pairs[0]:
                 raise
             not_run[name] = str(error)
-            continue
-        progress(f"load {name}")
-        with open_runner(pair, concurrency) as runner:
-            prompts = _test_prompts(pair, sizes.prompt_tokens)
-            figures[name] = _PairBench(pair, prompts, runner, pair.load("draft"), sizes, progress).figures()
     speedups = {name: of_pair.pop("speedups") for name, of_pair in figures.items()}
     return {
         **figures.pop(pairs[0]),
@@ -117,6 +113,13 @@ def bench_executor(
         "sizes": asdict(sizes),
         "machine": machine(),
     }
+
+
+def _figures(name: str, sizes: Sizes, progress: Callable[[str], None], concurrency: str) -> dict[str, Any]:
+    pair = load_pair(name)
+    prompts = _test_prompts(pair, sizes.prompt_tokens)
+    with open_runner(pair, concurrency) as runner:
+        return _PairBench(pair, prompts, runner, pair.load("draft"), sizes, progress).figures()
 
 
 @dataclass(frozen=True)
