@@ -258,9 +258,7 @@ def _accepting_everything(target_probs: Tensor, draft_tokens: Tensor, *others: T
 
 
 CONTROLS = (
-    Case(
-        "SD: argmax drafted, tested with q", Speculative(2), fault=lambda: _replaced(Drafter, "_sample", _with_argmax)
-    ),
+    Case("SD: argmax drawn, q tested", Speculative(2), fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
     Case("SSD hits: argmax drawn, q tested", _HITS, fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
     Case(
         "SSD, C = .3: q' drawn, q tested",
