@@ -110,8 +110,9 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
 
     `summary` is the content of summary.json. `details` holds, by policy name, `measured` and `simulated` figures of
     merit (`calibration.breakdown.figures_of_merit`) under "policies"; the engines' cross-checks under "engines"; texts
-    that differ from AR's under "differences"; the number of policies searched under "num_policies"; remarks that belong
-    beside the answer under "notes".
+    that differ from AR's under "differences"; what the roles cost each other (`calibration.side_by_side`), or None,
+    under "side_by_side"; the number of policies searched under "num_policies"; remarks that belong beside the answer
+    under "notes".
     """
     sections = [
         f"# {manifest['settings']['name']}: AR, SD and SSD, predicted and measured",
@@ -136,6 +137,8 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
         "Mean milliseconds of a round, measured / simulated. During all parts but the verification the target waits.",
         _round_time_table(summary, details),
         "![Timeline of some rounds](figures/timeline.svg)",
+        "## Alone and side by side",
+        _side_by_side(details["side_by_side"]),
         "## Two engines",
         "They predict the same expectation; the event simulation samples it.",
         _engines_table(details["engines"]),
@@ -245,6 +248,26 @@ def _round_time_table(summary: Mapping[str, Any], details: Mapping[str, Any]) ->
         both = [details["policies"][row["name"]][kind]["round_time"] for kind in ("measured", "simulated")]
         rows.append([row["name"], *(" / ".join(_milliseconds(times, key) for times in both) for key, _ in ROUND_TIMES)])
     return _table(["policy", *(title for _, title in ROUND_TIMES)], rows)
+
+
+def _side_by_side(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "The roles took turns: nothing was timed beside the other."
+    rows = [
+        [
+            f"{step['operation']} ({step['lane']})",
+            str(step["batch_size"]),
+            str(step["num_tokens"]),
+            str(step["context"]),
+            f"{1e3 * step['alone_s']:.2f}",
+            f"{1e3 * step['beside_s']:.2f}",
+            f"{step['beside_s'] / step['alone_s']:.2f}",
+        ]
+        for step in found["steps"]
+    ]
+    head = ["operation", "rows", "tokens of each", "context", "alone, ms", "beside the other role, ms", "ratio"]
+    gain = f"Side by side the roles do {found['gain']:.2f} times the work that they do one after the other in that time"
+    return f"{_table(head, rows)}\n\n{gain} (2: neither slows the other; 1: they take turns)."
 
 
 def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:

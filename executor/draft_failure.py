@@ -1,4 +1,4 @@
-"""What becomes of a run whose draft process fails."""
+"""What becomes of a run whose draft fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from executor.draft_process import DraftFailed
+from executor.draft_client import DraftFailed
 from executor.loops import NO_SPECULATION, Draft
 from executor.observation import DraftWork
 from executor.sequence import Question, Request

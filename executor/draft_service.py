@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from executor.device import on_host, put
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
 from executor.latency_cells import DraftCell, measure_draft
-from executor.observation import DraftWork
-from executor.recorder import Recorder
+from executor.recorder import Recorder, clock_of
 from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
 from executor.speculator import Speculator, Upcoming
-from sim.policy import SpeculativeSpeculative
+from executor.static_pass import PassCounts
 from sim.trace import Lane, Operation, Span
 
 
@@ -26,7 +25,7 @@ class DraftService:
 
     def __init__(self, model: LanguageModel, interrupted: Callable[[], bool], upcoming: Upcoming) -> None:
         self.model = model
-        self._recorder = Recorder(Lane.DRAFT)
+        self._recorder = Recorder(Lane.DRAFT, clock_of(model.device))
         self._interrupted = interrupted
         self._upcoming = upcoming
 
@@ -36,22 +35,31 @@ class DraftService:
         """Prefill the prompts of a batch."""
         self._recorder.begin_batch([request.index for request in requests])
         drafter = Drafter(self.model, self._recorder, requests)
+        self._recorder.wait()  # the first round begins after the prefill
         self._speculator = Speculator(drafter, self._recorder, self._upcoming)
 
     def speculate(self, question: Question) -> dict[int, Speculation]:
-        """The answer; `work` holds what drafting it took."""
-        before = len(self._recorder.spans)
+        self._first_of_answer = self._recorder.num_spans
         speculations = self._speculator.speculate(question)
-        steps = [span for span in self._recorder.spans[before:] if span.operation is Operation.DRAFT_STEP]
-        builds = isinstance(question.policy, SpeculativeSpeculative)
-        self.work = DraftWork(_seconds(steps), build_s=None if builds else 0.0)
+        self._first_of_build = self._recorder.num_spans
         return speculations
 
     def prepare(self) -> None:
         """What follows an answer while the target verifies."""
-        before = len(self._recorder.spans)
-        is_built = self._speculator.prepare()
-        self.work.build_s = _seconds(self._recorder.spans[before:]) if is_built else 0.0
+        self._is_built = self._speculator.prepare()
+
+    def draft_s(self) -> float:
+        """How long the drafting for the last answer took."""
+        spans = self._recorder.spans[self._first_of_answer : self._first_of_build]
+        return _seconds([span for span in spans if span.operation is Operation.DRAFT_STEP])
+
+    def build_s(self) -> float:
+        """How long the build took that followed it; 0 if nothing was built."""
+        return _seconds(self._recorder.spans[self._first_of_build :]) if self._is_built else 0.0
+
+    def capture(self) -> PassCounts:
+        """Record the passes that earlier runs have met."""
+        return self.model.capture()
 
     def spans(self) -> list[Span]:
         """The draft's spans of the batch."""
@@ -62,7 +70,7 @@ class DraftService:
     def score(self, texts: Sequence[Sequence[int]], num_rows: int) -> NDArray[np.floating]:
         """Texts of equal length -> (num_texts, num_rows, V) logits after each of the last `num_rows` tokens."""
         rows = self.model.with_rows(len(texts))
-        return rows.append_rows(torch.tensor(texts), num_logits=num_rows).numpy()
+        return on_host(rows.append_rows(put(texts, self.model.device), num_logits=num_rows)).numpy()
 
     def measure(self, cells: Sequence[DraftCell], num_repeats: int) -> list[Span]:
         """Time every cell once, in the order given."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from executor.device import CPU, put, together
 from executor.draws import Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
@@ -44,6 +48,7 @@ class Drafter:
         self.model = model
         self._recorder = recorder
         self._sampling = [request.sampling for request in requests]
+        self._are_alike = len(set(self._sampling)) == 1
         self._draws = [request.draws() for request in requests]
         self._is_audited = requests[0].audit
         self.committed = [list(request.prompt) for request in requests]
@@ -86,27 +91,46 @@ class Drafter:
             self.model.audit(row, committed[:num_kept])
 
     def draft(self, num_tokens: Mapping[int, int], drafting: Drafting) -> dict[int, Speculation]:
-        """For each row so many draft tokens one after another. A DRAFT_STEP takes all rows that want one more."""
+        """For each row so many draft tokens one after another. A DRAFT_STEP takes all rows that want one more.
+
+        The tokens stay on the device, where the next step finds them, and are read when all are drawn.
+        """
         uniforms = {row: self._uniforms(row, Purpose.DRAFT, num) for row, num in num_tokens.items()}
         unfed = {row: self.committed[row][self.model.length_of(row) :] for row in num_tokens}
-        tokens: dict[int, list[int]] = {row: [] for row in num_tokens}
-        probs: dict[int, list[Tensor]] = {row: [] for row in num_tokens}
+        seen = self._seen(list(num_tokens))
+        steps: list[_Step] = []
         for index in range(max(num_tokens.values(), default=0)):
             rows = [row for row, num in num_tokens.items() if num > index]
-            fed = [unfed[row] for row in rows]
+            fed = [unfed[row] if index == 0 else (0,) for row in rows]
+            numbers = together([uniforms[row][index : index + 1] for row in rows])
             with self._recorder.span(Operation.DRAFT_STEP, sum(map(len, fed)), self.contexts(rows)):
-                logits = self.model.feed(rows, fed, num_logits=[1] * len(rows))
-                logits = [self._penalised(row, own) for row, own in zip(rows, logits, strict=True)]
-                numbers = _together([uniforms[row][index : index + 1] for row in rows])
-                drawn, laws = self._sample(rows, _together(logits), numbers, drafting, index)
-                for row, token, law in zip(rows, drawn.tolist(), laws, strict=True):
-                    tokens[row].append(token)
-                    unfed[row] = [token]
-                    if law is not None:
-                        probs[row].append(law)
+                if index == 0:
+                    logits = together(self.model.feed(rows, fed, num_logits=[1] * len(rows)))
+                else:
+                    logits = self.model.feed_drawn(rows, steps[-1].tokens_of(rows))
+                if seen is not None:
+                    logits = penalise(logits, self._penalties(rows)[:, None], seen.of(rows))
+                step = _Step(rows, *self._sample(rows, logits, numbers, drafting, index))
+                if seen is not None:
+                    seen.add(rows, step.tokens)
+            steps.append(step)
+        return self._speculations(num_tokens, steps, drafting)
+
+    def _speculations(self, rows: Iterable[int], steps: Sequence[_Step], drafting: Drafting) -> dict[int, Speculation]:
+        """Read what was drawn."""
+        numbers = iter(together([step.tokens for step in steps]).tolist() if steps else ())
+        tokens: dict[int, list[int]] = {row: [] for row in rows}
+        laws: dict[int, list[Tensor]] = {row: [] for row in rows}
+        for step in steps:
+            for row, law in zip(step.rows, step.laws, strict=True):
+                tokens[row].append(next(numbers))
+                if law is not None:
+                    laws[row].append(law)
+        for row, own in tokens.items():
+            self.model.name_last(row, own[:-1])  # the last one was not fed
         return {
-            row: Speculation(drafting.source, tuple(tokens[row]), torch.stack(probs[row]) if probs[row] else None)
-            for row in num_tokens
+            row: Speculation(drafting.source, tuple(own), torch.stack(laws[row]) if laws[row] else None)
+            for row, own in tokens.items()
         }
 
     def filler(self, row: int, num_tokens: int) -> tuple[int, ...]:
@@ -128,27 +152,27 @@ class Drafter:
         `drafted`. `is_needed` is asked before each TREE_STEP, told of the outcomes; where it says no the rest is
         dropped. Near the end of the model's positions there are as many steps as every branch has room for.
         """
-        outcomes = self._glue(drafted, fan_out)
-        building = [row for row, likely in outcomes.items() if likely]
-        without_steps = {row: SpeculationCache(likely) for row, likely in outcomes.items()}
+        likely = self._glue(drafted, fan_out)
+        building = {row: own for row, own in likely.items() if own.num_accepted}
         if not building:
-            return without_steps
+            return {row: SpeculationCache() for row in likely}
+        without_steps = {} if is_needed is None else _outcomes_only(likely)
         lengths = self.contexts(building)
         room = min(self.room(row) - 1 - len(drafted[row]) for row in building)
         prepared = replace(prepared, num_drafted=min(prepared.num_drafted, room))
-        branches = {row: outcomes[row] for row in building}
-        seen = self._seen_by_branches(branches, drafted)
-        steps = self._tree_steps(branches, seen, prepared, lambda: is_needed is None or is_needed(without_steps))
+        steps = self._tree_steps(
+            building,
+            self._seen_by_branches(building, drafted),
+            prepared,
+            lambda: is_needed is None or is_needed(without_steps),
+        )
         for row, length in zip(building, lengths, strict=True):
             self.model.roll_back(length, row)
         if len(steps) < prepared.num_drafted:
             return without_steps
-        built = {row: SpeculationCache(outcomes[row], _of_row(steps, place)) for place, row in enumerate(building)}
-        return without_steps | built
+        return {row: SpeculationCache() for row in likely} | _read_build(building, steps)
 
-    def _glue(
-        self, drafted: Mapping[int, Sequence[int]], fan_out: Mapping[int, Sequence[int]]
-    ) -> dict[int, list[Outcome]]:
+    def _glue(self, drafted: Mapping[int, Sequence[int]], fan_out: Mapping[int, Sequence[int]]) -> dict[int, _Likely]:
         """Feed the pending tokens and `drafted`; choose the outcomes to prepare for."""
         rows = list(drafted)
         for row in rows:
@@ -161,24 +185,23 @@ class Drafter:
                 for row, own in zip(rows, logits, strict=True)
             }
 
-    def _seen_by_branches(
-        self, outcomes: Mapping[int, Sequence[Outcome]], drafted: Mapping[int, Sequence[int]]
-    ) -> Tensor | None:
+    def _seen_by_branches(self, likely: Mapping[int, _Likely], drafted: Mapping[int, Sequence[int]]) -> Tensor | None:
         """(rows, B, V) which tokens stand before the first one of each branch, its bonus token included; None where no
         repetition is penalised."""
-        if all(self._sampling[row].repetition_penalty == 1 for row in outcomes):
+        if all(self._sampling[row].repetition_penalty == 1 for row in likely):
             return None
-        seen = torch.zeros(len(outcomes), max(map(len, outcomes.values())), self.model.vocab_size, dtype=torch.bool)
-        for own, (row, likely) in zip(seen, outcomes.items(), strict=True):
-            text = [*self.committed[row], *drafted[row]]
-            along = seen_along(text, len(drafted[row]) + 1, self.model.vocab_size)
-            own[: len(likely)] = along[[outcome.num_accepted for outcome in likely]]
-            own[range(len(likely)), [outcome.bonus_token for outcome in likely]] = True
+        V, device = self.model.vocab_size, self.model.device
+        num_branches = max(len(own.num_accepted) for own in likely.values())
+        seen = torch.zeros(len(likely), num_branches, V, dtype=torch.bool, device=device)
+        for of_row, (row, own) in zip(seen, likely.items(), strict=True):
+            along = seen_along([*self.committed[row], *drafted[row]], len(drafted[row]) + 1, V, device)
+            along = along[put(own.num_accepted, device)].scatter_(-1, own.bonus_tokens[:, None], True)
+            of_row[: len(along)] = along
         return seen
 
     def _tree_steps(
         self,
-        outcomes: Mapping[int, list[Outcome]],
+        likely: Mapping[int, _Likely],
         seen: Tensor | None,
         prepared: Drafting,
         go_on: Callable[[], bool],
@@ -186,49 +209,55 @@ class Drafter:
         """The draft steps of all branches, as far as `go_on` lets them: (rows, B) tokens and each row's (B, V) laws.
 
         In a pass all rows have as many branches as the one that has most; those that stand for nothing continue the
-        row's first token. Spans tell what each row needs.
+        row's first token. Spans tell what each row needs. Nothing is read from the device.
         """
-        rows = list(outcomes)
-        num_tokens = sum(map(len, outcomes.values()))
-        num_branches, num_steps = max(map(len, outcomes.values())), prepared.num_drafted
+        rows, device = list(likely), self.model.device
+        num_own = [len(own.num_accepted) for own in likely.values()]
+        num_branches, num_steps = max(num_own), prepared.num_drafted
         own_slots = self.contexts(rows)
         num_slots = self.model.level(rows)
-        starts = [
-            [len(self.committed[row]) + outcome.num_accepted for outcome in likely] for row, likely in outcomes.items()
-        ]
-        positions = torch.tensor([own + [1] * (num_branches - len(own)) for own in starts])
-        bonus_tokens = [[outcome.bonus_token for outcome in likely] for likely in outcomes.values()]
-        tokens = torch.tensor([own + [0] * (num_branches - len(own)) for own in bonus_tokens])
+        starts = [[len(self.committed[row]) + k for k in own.num_accepted] for row, own in likely.items()]
+        positions = put([own + [1] * (num_branches - len(own)) for own in starts], device)
+        tokens = pad_sequence([own.bonus_tokens for own in likely.values()], batch_first=True)
         mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
-        uniforms = self._branch_uniforms(outcomes, num_branches, num_steps)
-        penalties = torch.tensor([self._sampling[row].repetition_penalty for row in rows], dtype=torch.float64)
+        uniforms = put(self._branch_uniforms(rows, num_own, num_steps), device)
         steps: list[tuple[Tensor, Laws]] = []
         while len(steps) < num_steps and go_on():
             step = len(steps)
-            contexts = [slots + step * len(own) for slots, own in zip(own_slots, outcomes.values(), strict=True)]
-            with self._recorder.span(Operation.TREE_STEP, num_tokens, contexts):
+            contexts = [slots + step * num for slots, num in zip(own_slots, num_own, strict=True)]
+            with self._recorder.span(Operation.TREE_STEP, sum(num_own), contexts):
                 visible = mask[..., : num_slots + (step + 1) * num_branches]
                 logits = self.model.append_branches(rows, tokens, positions + step, visible)
                 if seen is not None:
-                    logits = penalise(logits, penalties[:, None, None], seen)
+                    logits = penalise(logits, self._penalties(rows)[:, None, None], seen)
                 steps.append(self._sample(rows, logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
                 if seen is not None:
                     seen.scatter_(-1, tokens[..., None], value=True)
         return steps
 
-    def _branch_uniforms(self, outcomes: Mapping[int, Sequence[Outcome]], num_branches: int, num_steps: int) -> Tensor:
-        """(rows, num_branches, num_steps), those of a row's own branches the same however many stand beside them."""
-        uniforms = torch.zeros(len(outcomes), num_branches, num_steps, dtype=torch.float64)
-        for place, (row, own) in enumerate(outcomes.items()):
+    def _branch_uniforms(self, rows: Sequence[int], num_own: Sequence[int], num_steps: int) -> Tensor:
+        """(rows, B, num_steps) on the host, those of a row's own branches the same however many stand beside them."""
+        uniforms = torch.zeros(len(rows), max(num_own), num_steps, dtype=torch.float64, device=CPU)
+        for place, (row, num) in enumerate(zip(rows, num_own, strict=True)):
             if self._sampling[row].temperature > 0:
-                drawn = self._uniforms(row, Purpose.BRANCH, len(own) * num_steps)
-                uniforms[place, : len(own)] = drawn.view(len(own), num_steps)
+                drawn = self._draws[row].uniforms(Purpose.BRANCH, self._recorder.round, num * num_steps)
+                uniforms[place, :num] = drawn.view(num, num_steps)
         return uniforms
 
     def _penalised(self, row: int, logits: Tensor) -> Tensor:
         """Logits after the last tokens that the row was fed."""
         return penalised(logits, self._sampling[row].repetition_penalty, self.model.texts[row])
+
+    def _penalties(self, rows: Sequence[int]) -> Tensor:
+        return put([self._sampling[row].repetition_penalty for row in rows], self.model.device, torch.float64)
+
+    def _seen(self, rows: Sequence[int]) -> _Seen | None:
+        """What the rows' texts hold; None where no repetition is penalised."""
+        if all(self._sampling[row].repetition_penalty == 1 for row in rows):
+            return None
+        texts = (self.committed[row] for row in rows)
+        return _Seen(rows, torch.cat([seen_along(t, 1, self.model.vocab_size, self.model.device) for t in texts]))
 
     def _sample(
         self, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
@@ -238,34 +267,85 @@ class Drafter:
         The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says. Rows of the same
         settings are processed together.
         """
+        if self._are_alike:
+            tokens, probs = _sample_alike(logits, uniforms, self._sampling[0], drafting, draft_index)
+            return tokens, [None] * len(rows) if probs is None else list(probs.unbind())
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(self._sampling[row], []).append(place)
-        if len(alike) == 1:
-            tokens, probs = _sample_alike(logits, uniforms, self._sampling[rows[0]], drafting, draft_index)
-            return tokens, [None] * len(rows) if probs is None else list(probs)
-        tokens = torch.zeros(logits.shape[:-1], dtype=torch.long)
+        tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
         laws: Laws = [None] * len(rows)
         for sampling, places in alike.items():
-            tokens[places], probs = _sample_alike(logits[places], uniforms[places], sampling, drafting, draft_index)
+            at = put(places, logits.device)
+            tokens[at], probs = _sample_alike(logits[at], uniforms[at], sampling, drafting, draft_index)
             for place, law in zip(places, [None] * len(places) if probs is None else probs, strict=True):
                 laws[place] = law
         return tokens, laws
 
     def _uniforms(self, row: int, purpose: Purpose, num: int) -> Tensor:
         if self._sampling[row].temperature == 0:
-            return torch.zeros(num, dtype=torch.float64)
-        return self._draws[row].uniforms(purpose, self._recorder.round, num)
+            return torch.zeros(num, dtype=torch.float64, device=self.model.device)
+        return put(self._draws[row].uniforms(purpose, self._recorder.round, num), self.model.device)
 
 
-def _together(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenation, without a copy of one."""
-    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+class _Step(NamedTuple):
+    """One draft token of each of some rows, on the device."""
+
+    rows: list[int]
+    tokens: Tensor  # (rows,)
+    laws: Laws
+
+    def tokens_of(self, rows: Sequence[int]) -> Tensor:
+        """Those of some of its rows."""
+        return _of(self.tokens, self.rows, rows)
 
 
-def _of_row(steps: Sequence[tuple[Tensor, Laws]], place: int) -> list[tuple[Tensor, Tensor | None]]:
-    """One row's (B,) tokens and (B, V) laws of each step."""
-    return [(tokens[place], laws[place]) for tokens, laws in steps]
+class _Seen:
+    """Which tokens the texts of some rows hold, those included that were drawn and not read."""
+
+    def __init__(self, rows: Sequence[int], seen: Tensor) -> None:
+        self._rows = list(rows)
+        self._seen = seen  # (rows, V) bool
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        return _of(self._seen, self._rows, rows)
+
+    def add(self, rows: Sequence[int], tokens: Tensor) -> None:
+        self._seen[put([self._rows.index(row) for row in rows], tokens.device), tokens] = True
+
+
+class _Likely(NamedTuple):
+    """The outcomes to prepare for: how many tokens are accepted, and the bonus tokens, which are on the device."""
+
+    num_accepted: list[int]
+    bonus_tokens: Tensor  # (B,)
+
+    def outcomes(self, bonus_tokens: Iterable[int]) -> list[Outcome]:
+        return [Outcome(k, token) for k, token in zip(self.num_accepted, bonus_tokens, strict=True)]
+
+
+def _of(values: Tensor, rows: Sequence[int], some: Sequence[int]) -> Tensor:
+    """(rows, ...) values -> those of some rows, without a copy of all."""
+    return values if list(some) == list(rows) else values[put([rows.index(row) for row in some], values.device)]
+
+
+def _outcomes_only(likely: Mapping[int, _Likely]) -> dict[int, SpeculationCache]:
+    """Read the outcomes."""
+    numbers = iter(torch.cat([own.bonus_tokens for own in likely.values()]).tolist())
+    read = {row: own.outcomes(islice(numbers, len(own.num_accepted))) for row, own in likely.items()}
+    return {row: SpeculationCache(outcomes) for row, outcomes in read.items()}
+
+
+def _read_build(likely: Mapping[int, _Likely], steps: Sequence[tuple[Tensor, Laws]]) -> dict[int, SpeculationCache]:
+    """Read the outcomes and what was drafted for them, all at once."""
+    bonus_tokens = pad_sequence([own.bonus_tokens for own in likely.values()], batch_first=True)
+    tokens = torch.stack([bonus_tokens, *(drawn for drawn, _ in steps)]).tolist()
+    caches = {}
+    for place, (row, own) in enumerate(likely.items()):
+        outcomes = own.outcomes(tokens[0][place][: len(own.num_accepted)])
+        drafted = [(of_step[place], laws[place]) for of_step, (_, laws) in zip(tokens[1:], steps, strict=True)]
+        caches[row] = SpeculationCache(outcomes, drafted)
+    return caches
 
 
 def _sample_alike(
@@ -281,15 +361,20 @@ def _sample_alike(
     return draw(probs, uniforms), probs
 
 
-def likely_outcomes(logits: Tensor, drafted: Sequence[int], fan_out: Sequence[int]) -> list[Outcome]:
+def likely_outcomes(logits: Tensor, drafted: Sequence[int], fan_out: Sequence[int]) -> _Likely:
     """The outcomes to prepare for: after k accepted tokens the `fan_out[k]` most likely of row k of (n+1, V) logits.
 
-    A rejected draft token cannot be the bonus token, so `drafted[k]` is left out for k < len(drafted).
+    A rejected draft token cannot be the bonus token, so `drafted[k]` is left out for k < len(drafted): what stands
+    behind it moves up.
     """
-    ranked = by_rank(logits, max(fan_out) + 1).tolist()
-    outcomes = []
-    for k, (row, num_tokens) in enumerate(zip(ranked, fan_out, strict=True)):
-        left_out = drafted[k] if k < len(drafted) else None
-        bonus_tokens = [token for token in row if token != left_out]
-        outcomes += [Outcome(k, token) for token in bonus_tokens[:num_tokens]]
-    return outcomes
+    n, vocab_size = len(drafted), logits.shape[-1]
+    num_bonus = [min(num, vocab_size - (k < n)) for k, num in enumerate(fan_out)]
+    num_accepted = [k for k, num in enumerate(num_bonus) for _ in range(num)]
+    if not num_accepted:
+        return _Likely([], logits.new_zeros(0, dtype=torch.long))
+    ranked = by_rank(logits, max(num_bonus) + 1)
+    left_out = put([[token] for token in (*drafted, -1)], logits.device)
+    moves_up = (ranked == left_out).cumsum(-1)[:, : max(num_bonus)]
+    at = [(k, i) for k, num in enumerate(num_bonus) for i in range(num)]
+    rows, places = put(list(zip(*at, strict=True)), logits.device)
+    return _Likely(num_accepted, ranked[rows, places + moves_up[rows, places]])

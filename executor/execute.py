@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
@@ -80,6 +80,7 @@ def execute(
         raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
     if on_draft_failure == OnDraftFailure.CONTINUE:
         draft = expendable
+    captures = runner.capture() if runner.graphs else {}
     num_bad_rows_before = target.num_bad_draft_rows
     asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
@@ -105,6 +106,7 @@ def execute(
         "own_seeds": {str(index): s.seed for index, s in enumerate(workload.sampling) if s.seed is not None},
         "num_bad_draft_rows": target.num_bad_draft_rows - num_bad_rows_before,
         "draft_failure": expendable.failure,
+        "captures": {role: asdict(counts) for role, counts in captures.items()},
         "num_without_draft": 0 if role is None else _beyond_the_draft(workload, runner),
     }
     return trace

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from executor.speculation_cache import Speculation
 from executor.target import NOTHING_DRAFTED, Target
 from sim.errors import BadInput, require_count
+from sim.trace import Outcome
 
 
 class ForcedTarget(Target):
@@ -24,11 +26,20 @@ class ForcedTarget(Target):
         if not self._accept_counts:
             raise BadInput("forced_acceptance", "must hold at least one accept count")
 
-    def _sample(self, row: int, logits: Tensor, speculation: Speculation) -> tuple[int, int]:
+    def _judge(self, row: int, logits: Tensor, speculation: Speculation) -> Tensor:
         if self.recorder.round < 0:
-            return super()._sample(row, logits, speculation)
-        self._require_finite(row, logits.max(-1).values)
-        count = self._accept_counts[self.recorder.round % len(self._accept_counts)]
-        num_accepted = min(count, len(speculation.tokens))
-        _, bonus_token = super()._sample(row, logits[num_accepted : num_accepted + 1], NOTHING_DRAFTED)
-        return num_accepted, bonus_token
+            return super()._judge(row, logits, speculation)
+        num_accepted = self._num_accepted(speculation)
+        bonus = super()._judge(row, logits[num_accepted : num_accepted + 1], NOTHING_DRAFTED)
+        return torch.cat((bonus, logits.amax(-1).isfinite()))
+
+    def _outcome(self, row: int, speculation: Speculation, numbers: list[int]) -> Outcome:
+        if self.recorder.round < 0:
+            return super()._outcome(row, speculation, numbers)
+        num_rows = len(speculation.tokens) + 1
+        self._require_finite(row, numbers[-num_rows:])
+        bonus = super()._outcome(row, NOTHING_DRAFTED, numbers[:-num_rows])
+        return Outcome(self._num_accepted(speculation), bonus.bonus_token)
+
+    def _num_accepted(self, speculation: Speculation) -> int:
+        return min(self._accept_counts[self.recorder.round % len(self._accept_counts)], len(speculation.tokens))

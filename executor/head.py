@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from executor.device import CPU
 from sim.errors import BadInput
 
 
@@ -28,6 +29,7 @@ class Head:
         vocab_size: int,
         token_ids: Sequence[int] | Tensor | None = None,
         unused_ids: Collection[int] = (),
+        device: torch.device = CPU,
     ) -> None:
         ids = torch.arange(num_rows) if token_ids is None else torch.as_tensor(token_ids, dtype=torch.long)
         if ids.shape != (num_rows,):
@@ -42,6 +44,7 @@ class Head:
             raise BadInput(f"{name}: token_ids", f"must hold an id below the vocabulary size {vocab_size}", "none")
         every_id = torch.arange(vocab_size)
         self._is_prefix = torch.equal(self._ids, every_id) and torch.equal(self._rows, every_id)
+        self._ids, self._rows = self._ids.to(device), self._rows.to(device)
 
     def logits(self, of_rows: Tensor) -> Tensor:
         """(..., num_rows) of the head -> (..., vocab_size) by token id."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from executor.device import CPU, put
 from sim.errors import RunFailed
 
 MOST_TOKENS_CUT = 16  # wider blocks, prompts for example, are rare
@@ -27,16 +28,30 @@ class SlotCache(Cache):
     must have keys of one shape, and values of one shape.
     """
 
-    def __init__(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
+    def __init__(self, num_layers: int, capacity: int, num_rows: int = 1, device: torch.device = CPU) -> None:
         super().__init__(layers=[])
+        self._device = device
+        self._keys, self._values = (_Slots(num_layers, num_rows, capacity, device) for _ in range(2))
+        self.begin(num_rows)
+
+    def begin(self, num_rows: int) -> None:
+        """Forget everything; `num_rows` rows, at most `max_rows`, are empty."""
         self.lengths = [0] * num_rows
-        self._keys, self._values = (_Slots(num_layers, num_rows, capacity) for _ in range(2))
         self.aim(range(num_rows), 0)
 
     @property
     def length(self) -> int:
         """Slots in use of the longest row."""
         return max(self.lengths)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that there is room for."""
+        return self._keys.num_rows
+
+    def storage(self) -> list[tuple[Tensor, Tensor]]:
+        """The (max_rows, heads, slots, head_dim) keys and values of each layer; none before anything was fed."""
+        return list(zip(self._keys.layers(), self._values.layers(), strict=True))
 
     def aim(self, rows: Sequence[int], num_tokens: int) -> None:
         """The next pass feeds `num_tokens` tokens to each of these rows, and sees those only."""
@@ -46,8 +61,8 @@ class SlotCache(Cache):
             some = list(rows) != list(range(len(rows)))
             slots = None
             if some or min(starts) != max(starts):
-                slots = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
-            self._aim = self._aim._replace(rows=torch.tensor(rows) if some else None, slots=slots)
+                slots = put([list(range(start, start + num_tokens)) for start in starts], self._device)
+            self._aim = self._aim._replace(rows=put(list(rows), self._device) if some else None, slots=slots)
         self._keys.aim(self._aim)
         self._values.aim(self._aim)
 
@@ -65,6 +80,13 @@ class SlotCache(Cache):
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"cannot roll back to {length} of {self.lengths[row]} slots")
         self.lengths[row] = length
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Let nothing remain of what was forgotten: a pass that sees masked slots multiplies what they hold by 0."""
+        for keys, values in self.storage():
+            keys.zero_()
+            values.zero_()
 
     @torch.inference_mode()
     def move(self, row: int, place: int) -> None:
@@ -101,9 +123,15 @@ class _Aim(NamedTuple):
 class _Slots:
     """The keys, or the values, of all layers in one tensor: its parts that a pass needs are cut out for all at once."""
 
-    def __init__(self, num_layers: int, num_rows: int, capacity: int) -> None:
-        self._num_layers, self._num_rows, self._capacity = num_layers, num_rows, capacity
+    def __init__(self, num_layers: int, num_rows: int, capacity: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self._num_layers, self._capacity = num_layers, capacity
+        self._every_row = torch.arange(num_rows, device=device)
         self._slots: Tensor | None = None  # (layers, rows, heads, slots, head_dim)
+
+    def layers(self) -> Sequence[Tensor]:
+        """(rows, heads, slots, head_dim) of each."""
+        return () if self._slots is None else self._slots.unbind()
 
     def aim(self, aim: _Aim) -> None:
         self._aim = aim
@@ -120,13 +148,14 @@ class _Slots:
         if slots is None:
             self._written[layer].copy_(states)
         else:
-            places = torch.arange(len(slots)) if rows is None else rows
+            places = self._every_row[: len(slots)] if rows is None else rows
             self._visible[layer][places[:, None], :, slots] = states.transpose(1, 2)
         return self._visible[layer] if rows is None else self._visible[layer][rows]
 
     def _cut(self, slots: Tensor) -> None:
         aim = self._aim
-        rows = slots if aim.rows is not None else slots.narrow(1, 0, aim.num_rows)
+        is_every_row = aim.rows is not None or aim.num_rows == self.num_rows
+        rows = slots if is_every_row else slots.narrow(1, 0, aim.num_rows)
         self._visible = rows.narrow(3, 0, aim.end).unbind()
         if aim.slots is None:
             self._written = rows.narrow(3, aim.start, aim.end - aim.start).unbind()
@@ -136,7 +165,7 @@ class _Slots:
         _, heads, _, head_dim = states.shape
         before, end = self._slots, self._aim.end
         num_slots = max(self._capacity, end if before is None else 2 * end)
-        self._slots = states.new_zeros(self._num_layers, self._num_rows, heads, num_slots, head_dim)
+        self._slots = states.new_zeros(self._num_layers, self.num_rows, heads, num_slots, head_dim)
         if before is not None:
             self._slots[:, :, :, : before.shape[3]] = before
         return self._slots
@@ -152,31 +181,31 @@ class _Slots:
         return self._slots[:, row, :, :num_slots]
 
 
-def causal_mask(num_tokens: int, context: int, dtype: torch.dtype) -> Tensor:
+def causal_mask(num_tokens: int, context: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """(1, 1, n, context + n) additive mask: token i sees the slots before it and itself."""
-    mask = torch.full((num_tokens, context + num_tokens), -torch.inf, dtype=dtype)
+    mask = torch.full((num_tokens, context + num_tokens), -torch.inf, dtype=dtype, device=device)
     return mask.triu_(context + 1)[None, None]
 
 
 class CausalMasks:
     """`causal_mask` of a few tokens after any context up to `max_context`, cut out of one mask instead of made."""
 
-    def __init__(self, max_context: int, dtype: torch.dtype) -> None:
-        self._max_context, self._dtype = max_context, dtype
-        self._widest = causal_mask(MOST_TOKENS_CUT, max_context, dtype)
+    def __init__(self, max_context: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self._max_context, self._dtype, self._device = max_context, dtype, device
+        self._widest = causal_mask(MOST_TOKENS_CUT, max_context, dtype, device)
 
     def __call__(self, num_tokens: int, context: int) -> Tensor:
         if num_tokens > MOST_TOKENS_CUT:
-            return causal_mask(num_tokens, context, self._dtype)
+            return causal_mask(num_tokens, context, self._dtype, self._device)
         first = self._max_context - context
         return self._widest[:, :, :num_tokens, first : self._max_context + num_tokens]
 
 
-def ragged_mask(num_tokens: int, contexts: Sequence[int], dtype: torch.dtype) -> Tensor:
+def ragged_mask(num_tokens: int, contexts: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """(rows, 1, n, largest context + n) additive mask: the same for rows of different contexts."""
-    own_slots = torch.tensor(contexts)[:, None, None] + torch.arange(num_tokens)[:, None]
-    mask = torch.zeros(len(contexts), num_tokens, max(contexts) + num_tokens, dtype=dtype)
-    return mask.masked_fill_(torch.arange(mask.shape[-1]) > own_slots, -torch.inf)[:, None]
+    own_slots = put(contexts, device)[:, None, None] + torch.arange(num_tokens, device=device)[:, None]
+    mask = torch.zeros(len(contexts), num_tokens, max(contexts) + num_tokens, dtype=dtype, device=device)
+    return mask.masked_fill_(torch.arange(mask.shape[-1], device=device) > own_slots, -torch.inf)[:, None]
 
 
 def branch_mask(num_visible: Tensor, num_slots: int, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -186,8 +215,9 @@ def branch_mask(num_visible: Tensor, num_slots: int, num_steps: int, dtype: torc
     holds its B tokens in slots num_slots + s B ... A forward of step s takes the mask up to its own slots.
     """
     num_rows, num_branches = num_visible.shape
-    mask = torch.full((num_rows, num_branches, num_slots + num_steps * num_branches), -torch.inf, dtype=dtype)
-    mask[..., :num_slots].masked_fill_(torch.arange(num_slots) < num_visible[..., None], 0.0)
+    size, device = (num_rows, num_branches, num_slots + num_steps * num_branches), num_visible.device
+    mask = torch.full(size, -torch.inf, dtype=dtype, device=device)
+    mask[..., :num_slots].masked_fill_(torch.arange(num_slots, device=device) < num_visible[..., None], 0.0)
     own = mask[..., num_slots:].view(num_rows, num_branches, num_steps, num_branches)
     own.diagonal(dim1=1, dim2=3).fill_(0.0)
     return mask[:, None]

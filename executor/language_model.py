@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from executor.device import put
 from executor.forward_pass import forward_pass
 from executor.head import Head
 from executor.kv_cache import CausalMasks, KvCacheCorrupt, SlotCache, branch_mask, ragged_mask
+from executor.llama_pass import at
+from executor.static_pass import MAX_WIDTH, SPARE_SLOTS, Capture, PassCounts, StaticPasses
 from sim.errors import BadInput
+
+UNREAD = -1
 
 
 class LanguageModel:
     """A transformers causal LM with its KV cache: `num_rows` sequences, numbered from 0, each of its own length.
 
-    `texts[row]` are the ids whose keys and values the cache holds; `tokens` and `length` are those of row 0.
+    `texts[row]` are the ids whose keys and values the cache holds, `UNREAD` where they were fed from the device and it
+    was not said which they are; `tokens` and `length` are those of row 0.
 
     Every logit that leaves belongs to one of the `vocab_size` ids 0, 1, 2 ... (those of the model's configuration if
     nothing is said), whatever the width of the model's head: see `Head` for `token_ids`, the id that each of its rows
@@ -50,26 +56,30 @@ class LanguageModel:
         output: Any = model.get_output_embeddings()
         if len(embedding.weight) < self.vocab_size:
             raise BadInput(name, f"must embed all {self.vocab_size} ids, which may be committed", len(embedding.weight))
-        self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids)
+        self.head = Head(name, len(output.weight), self.vocab_size, token_ids, unused_ids, device=model.device)
         self.dtype = model.dtype
+        self.device = model.device
         self.attention: str = config._attn_implementation
-        self._causal_mask = CausalMasks(self.max_positions, self.dtype)
-        self._positions = torch.arange(self.max_positions)[None]
+        self._causal_mask = CausalMasks(self.max_positions, self.dtype, self.device)
+        self._positions = torch.arange(self.max_positions, device=self.device)[None]
+        self._static: StaticPasses | None = None
         self._num_layers: int = config.num_hidden_layers
         self._cache = self._new_cache(num_rows)
         self.begin(num_rows)
 
     def begin(self, num_rows: int) -> None:
         """Forget everything; rows 0 .. `num_rows` - 1 start anew."""
-        if num_rows != len(self._cache.lengths):
+        if num_rows > self._cache.max_rows:
             self._cache = self._new_cache(num_rows)
-        self._cache.lengths = [0] * num_rows
+        self._cache.begin(num_rows)
+        if self._static is not None:
+            self._cache.clear()
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self._row_at = list(range(num_rows))  # by place in the cache
         self._place = list(range(num_rows))  # by row
 
     def _new_cache(self, num_rows: int) -> SlotCache:
-        return SlotCache(self._num_layers, self.max_positions, num_rows)
+        return SlotCache(self._num_layers, self.max_positions + SPARE_SLOTS, num_rows, self.device)
 
     @property
     def tokens(self) -> list[int]:
@@ -86,6 +96,7 @@ class LanguageModel:
     def with_rows(self, num_rows: int) -> LanguageModel:
         """The same weights with an empty cache for `num_rows` sequences."""
         other = copy.copy(self)
+        other._static = None  # it knows the other cache
         other._cache = self._new_cache(num_rows)
         other.begin(num_rows)
         return other
@@ -100,11 +111,19 @@ class LanguageModel:
                 self._cache.move(self._place[last], place)
                 self._row_at[place], self._place[last] = last, place
 
+    def use_static_passes(self, recording: Capture | None) -> None:
+        """From now on passes after the prefill have fixed shapes, which `capture` records, if there is a way to."""
+        self._static = StaticPasses(self._pass, self.dtype, self.device, recording)
+
+    def capture(self) -> PassCounts:
+        """Record the shapes that were met, see `StaticPasses.capture`."""
+        return PassCounts() if self._static is None else self._static.capture()
+
     # ------------------------------------------------------------------------------------------------------- passes
 
     def append(self, tokens: Sequence[int], num_logits: int | None = None) -> Tensor:
         """Feed n tokens to row 0, alone; return the (n, V) logits after each, or the last `num_logits` rows."""
-        logits = self._append(torch.tensor([tokens]), num_logits)[0]
+        logits = self._append(put([tokens], self.device), num_logits)[0]
         self.texts[0].extend(tokens)
         return logits
 
@@ -127,11 +146,12 @@ class LanguageModel:
         contexts = [self._cache.lengths[place] for place in places]
         width = max(lengths)
         self._require_positions(max(c + n for c, n in zip(contexts, lengths, strict=True)))
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in ordered])
-        positions = (torch.tensor(contexts)[:, None] + torch.arange(width)).clamp_(max=self.max_positions - 1)
+        padded = put([row + [0] * (width - len(row)) for row in ordered], self.device)
+        last = self.max_positions - 1
+        positions = put([[min(c + i, last) for i in range(width)] for c in contexts], self.device)
         most = max(num_logits)
-        wanted = (torch.tensor(lengths)[:, None] + torch.arange(-most, 0)).clamp_(min=0)
-        mask = ragged_mask(width, contexts, self.dtype)
+        wanted = put([[max(n + i, 0) for i in range(-most, 0)] for n in lengths], self.device)
+        mask = ragged_mask(width, contexts, self.dtype, self.device)
         logits = self._forward(places, padded, positions, mask, wanted)
         found = dict(zip(by_place, logits, strict=True))
         for place, row, num in zip(places, ordered, lengths, strict=True):
@@ -146,18 +166,32 @@ class LanguageModel:
         `mask` is (rows, 1, B, length + B), see `kv_cache.branch_mask`. Returns (rows, B, V) logits. The rows must be of
         equal length (`level`).
         """
-        places = [self._place[row] for row in rows]
-        by_place = sorted(range(len(rows)), key=places.__getitem__)
-        if by_place != list(range(len(rows))):
-            order = torch.tensor(by_place)
-            logits = self._forward(sorted(places), tokens[order], positions[order], mask[order], None)
-            logits = logits[order.argsort()]
-        else:
-            logits = self._forward(places, tokens, positions, mask, None)
-        for row, place, fed in zip(rows, places, tokens.tolist(), strict=True):
-            self._cache.advance(place, len(fed))
-            self.texts[row].extend(fed)
+        logits = self._in_order(rows, tokens, positions, mask)
+        for row in rows:
+            self._cache.advance(self._place[row], tokens.shape[1])
+            self.texts[row].extend([UNREAD] * tokens.shape[1])
         return logits
+
+    def feed_drawn(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Feed a (rows,) tensor, one token to each row, without reading it; returns (rows, V) logits. `name_last` is
+        told later which tokens they were."""
+        if len(self.texts) == 1:
+            logits = self._append(tokens[None], 1)[0]
+        else:
+            positions = put([[self.length_of(row)] for row in rows], self.device)
+            self._require_positions(max(map(self.length_of, rows)) + 1)
+            mask = ragged_mask(1, [self.length_of(row) for row in rows], self.dtype, self.device)
+            logits = self._in_order(rows, tokens[:, None], positions, mask)[:, 0]
+            for row in rows:
+                self._cache.advance(self._place[row], 1)
+        for row in rows:
+            self.texts[row].append(UNREAD)
+        return logits
+
+    def name_last(self, row: int, tokens: Sequence[int]) -> None:
+        """The last tokens that the row was fed were these."""
+        if tokens:
+            self.texts[row][-len(tokens) :] = tokens
 
     def level(self, rows: Sequence[int]) -> int:
         """Lengthen rows to that of the longest of them, which is returned. What a row gains holds nothing: a mask must
@@ -185,6 +219,16 @@ class LanguageModel:
             self._cache.advance(row, num_tokens)
         return logits
 
+    def _in_order(self, rows: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """`_forward` of rows in the order of their places; the logits are in the order of `rows`."""
+        places = [self._place[row] for row in rows]
+        by_place = sorted(range(len(rows)), key=places.__getitem__)
+        if by_place == list(range(len(rows))):
+            return self._forward(places, tokens, positions, mask, None)
+        order = put(by_place, self.device)
+        logits = self._forward(sorted(places), tokens[order], positions[order], mask[order], None)
+        return logits[order.argsort()]
+
     def _require_positions(self, num_positions: int) -> None:
         if num_positions > self.max_positions:
             raise ValueError(f"{self.name}: position {num_positions} is beyond {self.max_positions}")
@@ -193,8 +237,17 @@ class LanguageModel:
     def _forward(
         self, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor, wanted: int | Tensor | None
     ) -> Tensor:
+        if self._static is not None and self._is_static(places, tokens.shape[1]):
+            logits = self._static(self._cache, places, tokens, positions, mask)
+            if wanted is not None:
+                logits = logits[:, -wanted:] if isinstance(wanted, int) else at(logits, wanted)
+            return self.head.logits(logits)
         self._cache.aim(places, tokens.shape[1])
         return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
+
+    def _is_static(self, places: Sequence[int], num_tokens: int) -> bool:
+        """Prefills are not: their shapes do not come again."""
+        return num_tokens <= MAX_WIDTH and all(self._cache.lengths[place] for place in places)
 
     # ------------------------------------------------------------------------------------------------------- checks
 
@@ -242,7 +295,7 @@ class LanguageModel:
     @torch.inference_mode()
     def _plain(self, text: list[int]) -> Tensor:
         """(n, V) logits of one pass of the model without a cache."""
-        return self.head.logits(self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0])
+        return self.head.logits(self.model(input_ids=put([text], self.device), use_cache=False).logits[0])
 
     def _checked_alone(self, text: list[int], plain: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of logits to be equal: one row, appended, rolled back, appended again."""
@@ -258,8 +311,8 @@ class LanguageModel:
         both.roll_back(2, row=0)
         again = both.feed([0, 1], [text[2:3], text[2:5]], [1, 3])
         num_slots = both.level([0, 1])
-        starts = torch.tensor([[3, 2], [5, 3]])  # how much of the text a branch sees
-        tokens = torch.tensor(text)[starts]
+        starts = put([[3, 2], [5, 3]], self.device)  # how much of the text a branch sees
+        tokens = put(text, self.device)[starts]
         branches = both.append_branches([0, 1], tokens, starts, branch_mask(starts, num_slots, 1, self.dtype))
         yield from zip((*rows, *again), (plain[:5], plain[:2], plain[2:3], plain[2:5]), strict=True)
         yield branches, plain[starts]

@@ -13,7 +13,7 @@ import torch
 
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
-from executor.recorder import Recorder
+from executor.recorder import Recorder, clock_of
 from executor.sampling import draw, process
 from executor.sequence import Question, Request, Verified
 from executor.speculation_cache import Speculation
@@ -105,13 +105,13 @@ def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[S
 
 def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> list[Span]:
     """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
-    recorder = Recorder(Lane.DRAFT)
+    recorder = Recorder(Lane.DRAFT, clock_of(model.device))
     recorder.begin_batch(range(cell.num_rows))
     drafter = _begin(model, recorder, cell)
     recorder.begin_decoding()
     kept: list[Span] = []
     for repeat in range(1 + num_repeats):
-        recorder.spans.clear()
+        recorder.forget()
         match cell:
             case PrefillCell():
                 _begin(model, recorder, cell)

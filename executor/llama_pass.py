@@ -38,12 +38,19 @@ def is_llama(model: PreTrainedModel) -> bool:
 
 
 class LlamaPass:
-    """A `forward_pass.ForwardPass`, with the weights that the model has when it is made."""
+    """A `forward_pass.ForwardPass`, with the weights that the model has when it is made.
 
-    def __init__(self, model: Any) -> None:
+    Where query heads share keys, `folds_queries` makes them further queries of one head: the kernels of GPUs that take
+    a mask know no shared keys, and would have every key copied for every head.
+    """
+
+    def __init__(self, model: Any, *, folds_queries: bool | None = None) -> None:
+        if folds_queries is None:
+            folds_queries = model.device.type == "cuda"
         decoder = model.model
         may_copy = sum(weight.nbytes for weight in model.parameters()) <= MOST_COPIED_BYTES
         self._embedding = decoder.embed_tokens.weight.detach()
+        self._num_folded = decoder.layers[0].self_attn.num_key_value_groups if folds_queries else 1
         self._layers = [_Layer(layer, may_copy) for layer in decoder.layers]
         self._norm = _Norm(decoder.norm.weight, decoder.norm.variance_epsilon)
         self._head = dense_layer([model.lm_head], may_copy)
@@ -54,7 +61,9 @@ class LlamaPass:
     ) -> Tensor:
         rotations = self._rotations.index_select(0, positions.flatten())
         cos, sin = rotations.view(*tokens.shape, 1, -1).chunk(2, -1)
-        shared = _Shared(tokens.shape, cos, sin, mask, cache)
+        if self._num_folded > 1:
+            mask = mask.repeat(1, 1, self._num_folded, 1)
+        shared = _Shared(tokens.shape, cos, sin, mask, cache, self._num_folded)
         hidden = self._embedding.index_select(0, tokens.flatten())
         for layer in self._layers:
             hidden = layer(hidden, shared)
@@ -72,6 +81,7 @@ class _Shared(NamedTuple):
     sin: Tensor  # likewise, its first half negated
     mask: Tensor
     cache: Cache
+    num_folded: int  # query heads that are further queries of one head
 
 
 class _Layer:
@@ -106,9 +116,14 @@ class _Layer:
         queries, new_keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         new_values = heads[:, :, self._num_rotated :].transpose(1, 2)
         keys, values = shared.cache.update(new_keys, new_values, self._index)
-        gathered = scaled_dot_product_attention(
-            queries, keys, values, shared.mask, scale=self._scale, enable_gqa=self._shares_keys
-        )
+        if shared.num_folded > 1:
+            folded = queries.reshape(len(queries), keys.shape[1], -1, self._head_dim)
+            gathered = scaled_dot_product_attention(folded, keys, values, shared.mask, scale=self._scale)
+            gathered = gathered.reshape(queries.shape)
+        else:
+            gathered = scaled_dot_product_attention(
+                queries, keys, values, shared.mask, scale=self._scale, enable_gqa=self._shares_keys
+            )
         return gathered.transpose(1, 2).reshape(hidden.shape[0], -1)
 
     def _rotate(self, heads: Tensor, shared: _Shared) -> Tensor:
@@ -162,4 +177,4 @@ def _rotations(rotary: Any, num_positions: int, like: Tensor) -> Tensor:
 
 def at(values: Tensor, places: Tensor) -> Tensor:
     """(rows, n, d) values at (rows, m) places of each row."""
-    return values[torch.arange(len(values))[:, None], places]
+    return values[torch.arange(len(values), device=values.device)[:, None], places]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from executor.language_model import LanguageModel
 
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 _PACKAGED = Path(__file__).parent / "packaged_pairs"
 
 

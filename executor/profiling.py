@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from executor.concurrency import Runner
+from executor.device import on_host, put
 from executor.draws import Purpose
 from executor.execute import check_room, requests, tokenizer_for
 from executor.language_model import LanguageModel
@@ -119,12 +120,13 @@ def _score_batch(runner: Runner, batch: Sequence[OpenSequence]) -> list[_ScoredT
 
 
 def _decode_batch(model: LanguageModel, batch: Sequence[OpenSequence]) -> tuple[Tensor, Tensor]:
-    """(rows, n) tokens and (rows, n, V) logits of an autoregressive run, n as long as the longest row needs."""
+    """(rows, n) tokens and (rows, n, V) logits of an autoregressive run, n as long as the longest row needs; on the
+    host."""
     rows = model.with_rows(len(batch))
     draws = [sequence.request.draws() for sequence in batch]
     texts = [list(sequence.request.prompt) for sequence in batch]
     sampling = batch[0].request.sampling
-    unfed = torch.tensor(texts)
+    unfed = put(texts, model.device)
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
     while any(sequence.is_open for sequence in batch):
@@ -137,13 +139,13 @@ def _decode_batch(model: LanguageModel, batch: Sequence[OpenSequence]) -> tuple[
             index = batch[int(probs.isnan().any(-1).long().argmax())].request.index
             raise FloatingPointError(f"sequence {index}, token {len(tokens)}: the target's logits are not finite")
         uniforms = torch.cat([d.uniforms(Purpose.BONUS, len(tokens) - 1, 1) for d in draws])
-        tokens.append(draw(probs, uniforms))
+        tokens.append(draw(probs, put(uniforms, model.device)))
         unfed = tokens[-1][:, None]
         for sequence, text, token in zip(batch, texts, tokens[-1].tolist(), strict=True):
             text.append(token)
             if sequence.is_open:
                 sequence.append(token)
-    return torch.stack(tokens, 1), torch.stack(logits, 1)
+    return on_host(torch.stack(tokens, 1)), on_host(torch.stack(logits, 1))
 
 
 def _columns(text: _ScoredText, sampling: Sampling, num_candidates: int) -> dict[str, Any]:

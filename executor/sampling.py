@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from executor.device import CPU, put
 from sim.policy import Proposer
 from sim.workload import Sampling
 
@@ -26,7 +27,10 @@ MANY = 8  # times more tokens than are asked for: then a selection is faster tha
 def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
     """(n, V) logits after each of the last n tokens of `text` -> the same under a repetition penalty: each row is
     penalised for the tokens up to and including its own."""
-    return logits if penalty == 1 else penalise(logits, penalty, seen_along(text, *logits.shape))
+    if penalty == 1:
+        return logits
+    num_rows, vocab_size = logits.shape
+    return penalise(logits, penalty, seen_along(text, num_rows, vocab_size, logits.device))
 
 
 def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
@@ -36,14 +40,14 @@ def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def seen_along(text: Sequence[int], num_rows: int, vocab_size: int) -> Tensor:
+def seen_along(text: Sequence[int], num_rows: int, vocab_size: int, device: torch.device = CPU) -> Tensor:
     """(num_rows, V) bool: which tokens are among the text up to each of its last `num_rows` tokens."""
-    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=CPU)
     num_shared = len(text) - num_rows + 1
-    seen[:, torch.tensor(text[:num_shared])] = True
+    seen[:, put(text[:num_shared], CPU)] = True
     for row, token in enumerate(text[num_shared:], start=1):
         seen[row:, token] = True
-    return seen
+    return put(seen, device)
 
 
 def process(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -54,7 +58,7 @@ def process(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         largest, token = logits.max(-1, keepdim=True)
-        one_hot = torch.zeros(logits.shape, dtype=torch.float64).scatter_(-1, token, 1.0)
+        one_hot = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device).scatter_(-1, token, 1.0)
         return torch.where(largest.isfinite(), one_hot, torch.nan)
     return processed_logits(logits, sampling).softmax(-1)
 
@@ -85,7 +89,8 @@ def _keep_top_p(logits: Tensor, p: float) -> Tensor:
     The order of a few candidates is enough if the last of them is cut: those behind it are cut as well.
     """
     probs, vocab_size = logits.softmax(-1), logits.shape[-1]
-    for num_candidates in (min(FEW_CANDIDATES, vocab_size), vocab_size):
+    few = vocab_size if logits.is_cuda else min(FEW_CANDIDATES, vocab_size)  # to ask whether they suffice is to wait
+    for num_candidates in (few, vocab_size):
         ids = by_rank(logits, num_candidates)
         ordered = probs.gather(-1, ids).flip(-1)
         beyond = 1 - ordered.sum(-1, keepdim=True) if num_candidates < vocab_size else 0.0
@@ -118,8 +123,9 @@ def stated_probs(proposer: Proposer, tokens: Tensor, vocab_size: int) -> Tensor:
     n-gram, which had no choice, 1/V for a filler."""
     shape = (*tokens.shape, vocab_size)
     if proposer is Proposer.FILLER:
-        return torch.full(shape, 1.0 / vocab_size, dtype=torch.float64)
-    return torch.zeros(shape, dtype=torch.float64).scatter_(-1, tokens.unsqueeze(-1), 1.0)
+        return torch.full(shape, 1.0 / vocab_size, dtype=torch.float64, device=tokens.device)
+    zeros = torch.zeros(shape, dtype=torch.float64, device=tokens.device)
+    return zeros.scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def uniform_tokens(uniforms: Tensor, vocab_size: int) -> Tensor:
@@ -195,12 +201,32 @@ def by_rank(logits: Tensor, num_tokens: int) -> Tensor:
     """(..., V) logits -> (..., num_tokens) the most likely tokens, best first, ties by lower id; V at most.
 
     Without equals at its border the set of the largest is known without the order of all, which takes long for a large
-    vocabulary.
+    vocabulary; without any equals so is their order. On a GPU nobody asks whether there are any: there numbers whose
+    order is that of the ranks are selected.
     """
+    if logits.is_cuda and logits.dtype != torch.float64 and num_tokens:
+        return by_rank_unasked(logits, min(num_tokens, logits.shape[-1]))
     if 0 < MANY * num_tokens < logits.shape[-1]:
-        largest, ids = logits.topk(num_tokens)
-        if ((logits >= largest[..., -1:]).sum(-1) == num_tokens).all():
-            ids = ids.sort().values
+        largest, ids = logits.topk(num_tokens + 1)
+        falls = largest[..., :-1] > largest[..., 1:]
+        if falls.all():
+            return ids[..., :-1]
+        if falls[..., -1].all():
+            ids = ids[..., :-1].sort().values
             order = logits.gather(-1, ids).sort(descending=True, stable=True).indices
             return ids.gather(-1, order)
     return torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :num_tokens]
+
+
+def by_rank_unasked(logits: Tensor, num_tokens: int) -> Tensor:
+    """`by_rank` of logits of at most 32 bits, without a question that would have to wait for the device.
+
+    The bits of a float, those of a negative one but its sign inverted, are an integer that is ordered as the floats
+    are; with the tokens' ids, counted from above, below it no two are equal. A NaN of either sign may stand anywhere.
+    """
+    vocab_size = logits.shape[-1]
+    bits = (logits.float() + 0.0).view(torch.int32)  # -0 becomes 0, its equal
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    from_above = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    chosen = ((order << 32) + from_above).topk(num_tokens).values
+    return vocab_size - 1 - (chosen & 0xFFFFFFFF)

@@ -34,15 +34,17 @@ class Speculation:
 class SpeculationCache:
     """Outcome -> speculation. Lives one round; each speculation is handed out at most once.
 
-    `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the (B,) tokens and, at
+    `outcomes` has B entries; `steps` holds the K draft steps of all branches: of each the tokens, B or more, and, at
     temperature > 0, the (B, V) distributions. An abandoned build leaves outcomes without steps.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
+    def __init__(
+        self, outcomes: Sequence[Outcome] = (), steps: Sequence[tuple[Sequence[int], Tensor | None]] = ()
+    ) -> None:
         self._branch = {outcome: branch for branch, outcome in enumerate(outcomes)}
         self._has_steps = bool(steps)
         # What a hit would wait for is done now, beside the verification.
-        self._tokens = torch.stack([tokens for tokens, _ in steps], -1).tolist() if steps else [()] * len(outcomes)
+        self._tokens = list(zip(*(tokens for tokens, _ in steps), strict=True)) if steps else [()] * len(outcomes)
         self._probs = [probs for _, probs in steps if probs is not None]
 
     def __len__(self) -> int:
@@ -60,4 +62,4 @@ class SpeculationCache:
         """The prepared speculation of an outcome that is in the cache; it is forgotten."""
         branch = self._branch.pop(outcome)
         rows = [probs[branch] for probs in self._probs]
-        return Speculation(Source.HIT, tuple(self._tokens[branch]), torch.stack(rows) if rows else None)
+        return Speculation(Source.HIT, self._tokens[branch], torch.stack(rows) if rows else None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from executor.device import put, together
 from executor.draws import Purpose
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
@@ -40,7 +41,7 @@ class Target:
         self.model.begin(len(requests))
         with self.recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(prompts)):
             logits = self.model.feed(rows, prompts, num_logits=[1] * len(prompts))
-            return {row: self._emit(row, logits[row], NOTHING_DRAFTED) for row in rows}
+            return self._emit(dict.fromkeys(rows, NOTHING_DRAFTED), logits)
 
     def verify(self, speculations: Mapping[int, Speculation]) -> dict[int, Outcome]:
         """One pass over the pending tokens and the speculations of all rows still open, acceptance, roll-back to what
@@ -53,10 +54,8 @@ class Target:
         fed = [(self.pending[row], *speculations[row].tokens) for row in rows]
         widths = [len(tokens) for tokens in fed]
         with self.recorder.span(Operation.VERIFY, sum(widths), contexts):
-            outcomes = {}
-            logits = self.model.feed(rows, fed, widths)
-            for row, context, own_logits in zip(rows, contexts, logits, strict=True):
-                outcomes[row] = self._emit(row, own_logits, speculations[row])
+            outcomes = self._emit(speculations, self.model.feed(rows, fed, widths))
+            for row, context in zip(rows, contexts, strict=True):
                 self.model.roll_back(context + 1 + outcomes[row].num_accepted, row)
             return outcomes
 
@@ -69,33 +68,42 @@ class Target:
         self.model.keep(rows)
         self.recorder.at_work(rows[0])
 
-    def _emit(self, row: int, logits: Tensor, speculation: Speculation) -> Outcome:
-        """(n+1, V) logits of a row, as the model gives them -> what it emits."""
-        request = self._requests[row]
-        own_logits = penalised(logits, request.sampling.repetition_penalty, self.model.texts[row])
-        num_accepted, bonus_token = self._sample(row, own_logits, speculation)
-        if request.log_probs:
-            emitted = torch.tensor([*speculation.tokens[:num_accepted], bonus_token])
-            log_probs = logits[: len(emitted)].double().log_softmax(-1)
-            self.log_probs[row] += log_probs.gather(-1, emitted[:, None])[:, 0].tolist()
-        self.pending[row] = bonus_token
-        return Outcome(num_accepted, bonus_token)
+    def _emit(self, speculations: Mapping[int, Speculation], logits: Sequence[Tensor]) -> dict[int, Outcome]:
+        """(n+1, V) logits of each row, as the model gives them -> what it emits. The device is waited for once."""
+        judged = [
+            self._judge(row, self._penalised(row, own), speculation)
+            for (row, speculation), own in zip(speculations.items(), logits, strict=True)
+        ]
+        outcomes = {}
+        for (row, speculation), own, numbers in zip(speculations.items(), logits, _read(judged), strict=True):
+            outcomes[row] = outcome = self._outcome(row, speculation, numbers)
+            if self._requests[row].log_probs:
+                self.log_probs[row] += _log_probs(
+                    own, (*speculation.tokens[: outcome.num_accepted], outcome.bonus_token)
+                )
+            self.pending[row] = outcome.bonus_token
+        return outcomes
 
-    def _sample(self, row: int, logits: Tensor, speculation: Speculation) -> tuple[int, int]:
-        """(n+1, V) logits of a row -> number of accepted draft tokens and bonus token."""
-        drafted, sampling = speculation.tokens, self._requests[row].sampling
+    def _penalised(self, row: int, logits: Tensor) -> Tensor:
+        return penalised(logits, self._requests[row].sampling.repetition_penalty, self.model.texts[row])
+
+    def _judge(self, row: int, logits: Tensor, speculation: Speculation) -> Tensor:
+        """(n+1, V) penalised logits of a row -> integers on the device, which `_outcome` understands: what the outcome
+        is, then which of the n+1 rows are finite."""
+        sampling, drafted = self._requests[row].sampling, speculation.tokens
         if sampling.temperature == 0:
             largest, tokens = logits.max(-1)
-            self._require_finite(row, largest)
-            return verify_greedy(tokens.tolist(), drafted)
+            return torch.cat((tokens, largest.isfinite()))
         target_probs = process(logits, sampling)
-        self._require_finite(row, target_probs[:, 0])
+        finite = target_probs[:, 0].isfinite()
         if not drafted:
-            return 0, int(draw(target_probs[0], self._uniforms(row, Purpose.BONUS)[0]))
-        draft_tokens, draft_probs = torch.tensor(drafted), speculation.draft_probs
-        if draft_probs is None:
+            bonus_token = draw(target_probs, self._uniforms(row, Purpose.BONUS))
+            return torch.cat((torch.zeros_like(bonus_token), bonus_token, torch.zeros_like(bonus_token), finite))
+        draft_tokens = put(drafted, self.model.device)
+        if speculation.draft_probs is None:
             draft_probs = stated_probs(speculation.proposer, draft_tokens, self.model.vocab_size)
-        self.num_bad_draft_rows += int(draft_probs[:, 0].isnan().sum())
+        else:
+            draft_probs = put(speculation.draft_probs, self.model.device)
         num_accepted, bonus_token = verify(
             target_probs,
             draft_tokens,
@@ -104,14 +112,36 @@ class Target:
             residual_uniform=self._uniforms(row, Purpose.RESIDUAL)[0],
             bonus_uniform=self._uniforms(row, Purpose.BONUS)[0],
         )
-        return int(num_accepted), int(bonus_token)
+        num_bad = draft_probs[:, 0].isnan().sum()
+        return torch.cat((torch.stack((num_accepted, bonus_token, num_bad)), finite))
+
+    def _outcome(self, row: int, speculation: Speculation, numbers: list[int]) -> Outcome:
+        """What `_judge` found."""
+        num_rows = len(speculation.tokens) + 1
+        self._require_finite(row, numbers[-num_rows:])
+        if self._requests[row].sampling.temperature == 0:
+            return Outcome(*verify_greedy(numbers[:num_rows], speculation.tokens))
+        num_accepted, bonus_token, num_bad = numbers[:3]
+        self.num_bad_draft_rows += num_bad
+        return Outcome(num_accepted, bonus_token)
 
     def _uniforms(self, row: int, purpose: Purpose, num: int = 1) -> Tensor:
-        return self._draws[row].uniforms(purpose, self.recorder.round, num)
+        return put(self._draws[row].uniforms(purpose, self.recorder.round, num), self.model.device)
 
-    def _require_finite(self, row: int, values: Tensor) -> None:
-        finite = [math.isfinite(value) for value in values.tolist()]
+    def _require_finite(self, row: int, finite: Sequence[int]) -> None:
         if not all(finite):
-            position = self.model.length_of(row) - len(finite) + finite.index(False) + 1
+            position = self.model.length_of(row) - len(finite) + finite.index(0) + 1
             where = f"sequence {self.recorder.sequences[row]}, position {position}"
             raise FloatingPointError(f"{where}: the target's logits are not finite")
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Integers of a device, all at once."""
+    numbers = iter(together(tensors).tolist())
+    return [list(islice(numbers, len(tensor))) for tensor in tensors]
+
+
+def _log_probs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """(n+1, V) logits, at most n+1 tokens -> the log-probability of each at temperature 1."""
+    log_probs = logits[: len(tokens)].double().log_softmax(-1)
+    return log_probs.gather(-1, put(tokens, logits.device)[:, None])[:, 0].tolist()

@@ -97,15 +97,31 @@ class Bench:
 @contextmanager
 def open_bench(config: ExperimentConfig, stages: Stages) -> Iterator[Bench]:
     """Load the pair that `config` names. Raises `BadInput` if a file of it, or a library for it, is missing."""
-    try:
+    with model_libraries():
         from executor.pairs import load_pair
 
         pair = load_pair(config.pair)
         from executor.concurrency import open_runner
+    with ExitStack() as stack:
+        with stages.stage("load the pair"):
+            runner = stack.enter_context(
+                open_runner(
+                    pair,
+                    config.concurrency,
+                    config.dtype,
+                    device=config.device,
+                    draft_device=config.draft_device,
+                    graphs=config.graphs,
+                )
+            )
+        yield Bench(config, runner)
+
+
+@contextmanager
+def model_libraries() -> Iterator[None]:
+    """For what imports the executor: raises `BadInput` if a library for models is missing."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         rule = "is needed to run models; pip install 'saguaro-planner[executor]'"
         raise BadInput(str(error.name or error), rule) from None
-    with ExitStack() as stack:
-        with stages.stage("load the pair"):
-            runner = stack.enter_context(open_runner(pair, config.concurrency))
-        yield Bench(config, runner)

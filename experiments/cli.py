@@ -66,8 +66,12 @@ AsJson = Annotated[
 ]
 
 
-bench_app = typer.Typer(help="Speed of the simulator, and whether its engines agree.", rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Speed of the simulator and of the executor; whether the simulator's engines agree.", rich_markup_mode=None
+)
 app.add_typer(bench_app, name="bench")
+check_app = typer.Typer(help="Whether decoding is lossless on this machine, also when something fails.")
+app.add_typer(check_app, name="check")
 
 
 @app.callback(invoke_without_command=True)
@@ -301,6 +305,27 @@ def bench_sim(
     _print_table(("figure", "value"), rows, console)
 
 
+@bench_app.command("executor")
+def bench_executor(
+    as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
+) -> None:
+    """AR, SD and SSD beside each other and beside transformers' own decoding; takes a few minutes for each pair."""
+    from experiments.bench import model_libraries
+
+    console = _console(as_json=as_json)
+    with model_libraries():
+        from experiments import executor_benchmark
+    sizes = executor_benchmark.REDUCED if reduced else executor_benchmark.Sizes()
+    figures = executor_benchmark.bench_executor(sizes, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    rows = executor_benchmark.table(figures)
+    _print_table(("times as fast, or part of", "value", "95 % interval", "n"), rows, console)
+    for name, reason in figures["not_run"].items():
+        print(f"{name} was not measured: {reason}", file=sys.stderr)
+
+
 @bench_app.command("engines")
 def bench_engines(as_json: AsJson = False) -> None:
     """Tokens/s of every kind of policy by every engine; exit code 1 if two of them differ beyond chance."""
@@ -326,6 +351,40 @@ def bench_engines(as_json: AsJson = False) -> None:
         _print_table(("tokens/s", "system", "batch", "exact", "vectorized", "des", "z"), rows, console)
     if not all(case.agrees for case in cases):
         print("engines differ beyond chance", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED)
+
+
+@check_app.command("law")
+def check_law(as_json: AsJson = False) -> None:
+    """Decode a toy vocabulary under every kind of policy and compare with exact enumeration; exit code 1 if a law is
+    wrong, or if a known-wrong variant passes."""
+    console = _console(as_json=as_json)
+    from experiments.checks import LAW_HEAD, law_rows, law_to_json, run_law_check
+
+    verdicts = run_law_check(lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(law_to_json(verdicts), indent=1))
+    else:
+        _print_table(LAW_HEAD, law_rows(verdicts), console)
+    if not all(verdict.is_right for verdict in verdicts):
+        raise typer.Exit(EXIT_NOT_LOSSLESS)
+
+
+@check_app.command("faults")
+def check_faults(
+    pair: Annotated[str, typer.Option("--pair", help="A packaged pair, or a folder.")] = "stdlib",
+    as_json: AsJson = False,
+) -> None:
+    """Kill, stall and disturb real runs of a pair, and show what becomes of them; exit code 1 if a token is lost."""
+    console = _console(as_json=as_json)
+    from experiments.checks import FAULTS_HEAD, fault_rows, faults_to_json, run_fault_check
+
+    aftermaths = run_fault_check(pair, lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(faults_to_json(aftermaths), indent=1))
+    else:
+        _print_table(FAULTS_HEAD, fault_rows(aftermaths), console)
+    if not all(aftermath.is_right for aftermath in aftermaths):
         raise typer.Exit(EXIT_FAILED)
 
 

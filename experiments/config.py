@@ -16,6 +16,7 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 Count = Annotated[int, Field(ge=1)]
 Downweight = Annotated[float, Field(gt=0, le=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -71,7 +72,11 @@ class ExperimentConfig(Section):
     schema_number: Literal[1] = Field(alias="schema")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     pair: Annotated[str, Field(min_length=1)]
-    concurrency: Literal["auto", "processes", "serial"] = "auto"
+    concurrency: Literal["auto", "processes", "streams", "serial"] = "auto"
+    device: Device = "cpu"  # of both roles
+    draft_device: Device | None = None  # of the draft, if it has one of its own
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    graphs: bool = False  # on GPUs: passes of fixed shapes are recorded once and replayed
     seed: Annotated[int, Field(ge=0)] = 0
     workload: WorkloadConfig
     profile: ProfileConfig

@@ -23,6 +23,7 @@ from calibration.profile import (
     prompt_hashes,
 )
 from calibration.report import report
+from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
@@ -30,7 +31,7 @@ from experiments.measurement import CompanionRuns, Execute, batches, draft_failu
 from experiments.planning import best_engine
 from experiments.stages import Stages
 from sim.errors import RunFailed
-from sim.metrics import Estimate, speedup
+from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
 from sim.search import SearchResult, SearchSpace, search
 from sim.simulate import cross_check, predict_all, simulate
@@ -84,7 +85,10 @@ def run_experiment(
         simulated = [simulate(policy, test, system_then, config.seed) for policy in policies.values()]
         details = explain_run(comparisons, found, sound, simulated, lossless)
         details["engines"] = cross_check_engines(list(policies.values()), test, system_then, engine, config.seed)
-        details["notes"] = [*failure_notes(measured), *notes(config, bench.identity)]
+        company = side_by_side(profile.latency)
+        details["side_by_side"] = None if company is None else company.to_dict()
+        remarks = notes(config, bench.identity, overlap(sound[-1]), company)
+        details["notes"] = [*failure_notes(measured), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages)
     profile.write(folder / "profile")
@@ -329,11 +333,15 @@ def agreement_of_engines(checks: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def notes(config: ExperimentConfig, identity: Mapping[str, Any]) -> list[str]:
-    """What a reader must know beside the answer."""
+def notes(
+    config: ExperimentConfig, identity: Mapping[str, Any], hidden: Estimate | None, company: SideBySide | None
+) -> list[str]:
+    """What a reader must know beside the answer. `hidden` is the overlap of the measured SSD runs."""
     remarks = []
     if identity["concurrency"] == "serial":
         remarks.append("draft and target took turns in one process: nothing overlapped, so SSD could not gain by it.")
+    elif lack := lack_of_overlap(None if hidden is None else hidden.value, company):
+        remarks.append(lack)
     if config.workload.test_prompts < FEW_PROMPTS:
         remarks.append(f"only {config.workload.test_prompts} test prompts: a check that all works, not a measurement.")
     return remarks

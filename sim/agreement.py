@@ -162,6 +162,13 @@ class AgreementRecord(Agreement):
                 raise BadInput(f"{name}: {column}, row {row}", rule, values[tuple(outside[0])].item())
         if "temperature" not in self.identity or "max_new_tokens" not in self.identity:
             raise BadInput(f"{name}: identity", "must hold temperature and max_new_tokens", sorted(self.identity))
+        try:
+            is_one_law = self.sampling.law == self.sampling and self.sampling.temperature == self.temperature
+        except (KeyError, TypeError):
+            is_one_law = False
+        if not is_one_law or len(self.identity.get("sampling", [])) > 1:
+            rule = "must hold at most one set of sampling settings, of the record's temperature and without a seed"
+            raise BadInput(f"{name}: identity.sampling", rule, self.identity.get("sampling"))
         if len(self.stopped) != self.num_prompts or (num_rows and not 0 <= self.prompt.max() < self.num_prompts):
             raise BadInput(f"{name}: prompt_length", "must have one entry per prompt", self.num_prompts)
         if self.prompt_tokens and [len(tokens) for tokens in self.prompt_tokens] != self.prompt_length.tolist():

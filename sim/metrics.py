@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import BadInput
-from sim.trace import Lane, Operation, Round, Sequence, Source, Trace
+from sim.trace import Lane, Operation, Round, Sequence, Source, Span, Trace
 
 FloatArray = NDArray[np.float64]
 NUM_BOOTSTRAP = 2000
@@ -299,3 +299,38 @@ def overlap(traces: Seq[Trace]) -> Estimate | None:
         _by_batch(traces, lambda trace: build_and_hidden(trace)[1]),
         _by_batch(traces, lambda trace: build_and_hidden(trace)[0]),
     )
+
+
+def round_efficiency(traces: Seq[Trace]) -> Estimate | None:
+    """Of the time of rounds in which every row hit, the part that the longer of verification and build accounts for.
+
+    The rest is looking up, answering and waking up. None without such a round.
+    """
+
+    def longer_and_whole(trace: Trace) -> tuple[dict[int, float], dict[int, float]]:
+        build_s = _build_s(trace)
+        place = {(r.sequence, r.index): number for number, r in enumerate(trace.rounds)}
+        longer: dict[int, float] = {}
+        whole: dict[int, float] = {}
+        for s in trace.spans:
+            if s.operation is Operation.VERIFY:
+                rounds = trace.rounds[place[s.sequence, s.round] :][: s.batch_size]
+                if all(r.source is Source.HIT for r in rounds):
+                    used_s = max(s.duration_s, build_s.get((s.sequence, s.round), 0.0))
+                    longer[s.sequence] = longer.get(s.sequence, 0.0) + used_s
+                    whole[s.sequence] = whole.get(s.sequence, 0.0) + rounds[0].end_s - rounds[0].start_s
+        return longer, whole
+
+    return ratio_of_totals(
+        _by_batch(traces, lambda trace: longer_and_whole(trace)[0]),
+        _by_batch(traces, lambda trace: longer_and_whole(trace)[1]),
+    )
+
+
+def _build_s(trace: Trace) -> dict[tuple[int, int], float]:
+    """From the first operation of each build to the end of its last one, by sequence and round."""
+    spans: dict[tuple[int, int], list[Span]] = {}
+    for s in trace.spans:
+        if s.lane is Lane.DRAFT and s.operation in (Operation.GLUE, Operation.TREE_STEP):
+            spans.setdefault((s.sequence, s.round), []).append(s)
+    return {key: max(s.end_s for s in build) - min(s.start_s for s in build) for key, build in spans.items()}

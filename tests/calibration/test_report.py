@@ -90,6 +90,20 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
         ],
         "num_policies": 245,
         "notes": ["a remark."],
+        "side_by_side": {
+            "steps": [
+                {
+                    "lane": "target",
+                    "operation": "verify",
+                    "batch_size": 2,
+                    "num_tokens": 6,
+                    "context": 128,
+                    "alone_s": 0.004,
+                    "beside_s": 0.006,
+                }
+            ],
+            "gain": 1.25,
+        },
     }
 
 
@@ -150,9 +164,13 @@ def test_report_answers_first_and_names_every_figure(traces: dict[str, list[Trac
         "prompt 3: departs at token 7",
         "identity: threads.target",
         "search | 1.2 s",
+        "| verify (target) | 2 | 6 | 128 | 4.00 | 6.00 | 1.50 |",
+        "1.25 times the work",
     ):
         assert part in text
     assert "Not lossless" not in text
+    apart = details_of(traces) | {"side_by_side": None}
+    assert "The roles took turns: nothing was timed beside the other." in report(summary_of(), apart, MANIFEST)
 
 
 def test_report_warns_of_lost_text_before_any_table(traces: dict[str, list[Trace]]) -> None:

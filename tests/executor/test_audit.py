@@ -10,10 +10,10 @@ from executor.kv_cache import KvCacheCorrupt, SlotCache
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.target import Target
+from executor.toy_model import FakePair
 from sim.policy import Autoregressive, Speculative
 from sim.trace import Lane
 from sim.workload import Workload
-from tests.executor.hash_model import FakePair
 from tests.executor.test_loops import ssd, texts
 from tests.executor.tiny_models import FAMILIES, gpt2, llama, prompts
 

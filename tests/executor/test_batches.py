@@ -5,11 +5,11 @@ import pytest
 import executor.loops
 from executor.drafting import Drafter
 from executor.execute import execute
+from executor.toy_model import HashModel, serial_runner
 from sim.metrics import tokens_per_s
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Operation, Source
 from sim.workload import Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.test_loops import check_counters, ssd, texts, with_any_fallback
 from tests.executor.tiny_models import prompts
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from executor.concurrency import open_runner
+from executor.draft_failure import OnDraftFailure
 from executor.execute import execute
+from executor.fault_check import _HARMLESS, NUM_TOKENS
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency
 from sim.decider import RoundSeen
 from sim.errors import BadInput
@@ -79,6 +81,16 @@ def test_a_controller_hears_of_builds_when_they_have_ended(two_processes, tiny_s
         assert seen.build_s == (build_ends[place] - glue_starts[place] if place in build_ends else 0.0)
         assert (seen.draft_s > 0) == (place in drafted)
     assert any(seen.build_s for seen in told)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("on_draft_failure", list(OnDraftFailure))
+@pytest.mark.parametrize("name", _HARMLESS)
+def test_faults_that_leave_the_draft_alive_lose_nothing(name, on_draft_failure, two_processes) -> None:
+    rules = Workload("test", prompts(2, 9), NUM_TOKENS)
+    aftermath = _HARMLESS[name](name, on_draft_failure, rules, two_processes)
+    assert aftermath.is_right, aftermath
+    assert not aftermath.tokens_lost
 
 
 @needs_two_cores
@@ -163,7 +175,7 @@ def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
         os.sched_setaffinity(0, affinity)
 
 
-@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "int8"}])
 def test_unknown_settings_are_refused(self_draft_pair, setting) -> None:
     with pytest.raises(BadInput, match="must be one of"), open_runner(self_draft_pair, **setting):
         pass

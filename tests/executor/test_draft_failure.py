@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.draft_process import DraftFailed
+from executor.draft_client import DraftFailed
 from executor.execute import execute
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative

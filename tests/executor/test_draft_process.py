@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from executor import draft_process
 from executor.concurrency import open_runner
-from executor.draft_process import DraftFailed, ProcessDraft
+from executor.draft_client import DraftFailed
+from executor.draft_process import ProcessDraft
 from executor.execute import execute
+from executor.messages import Ask
+from executor.place import Place
 from executor.sequence import Question, Request, Verified
 from sim.policy import Autoregressive, Drafting, Speculative, SpeculativeSpeculative
 from sim.trace import Outcome, Source
@@ -29,7 +31,9 @@ POLICY = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 def drafts(tiny_pair):
     """Children for tests that end them; they load side by side."""
     cores = sorted(os.sched_getaffinity(0))
-    drafts = [ProcessDraft(tiny_pair, "float64", cores[i % len(cores)], answer_timeout_s=1.0) for i in range(4)]
+    drafts = [
+        ProcessDraft(tiny_pair, "float64", Place(core=cores[i % len(cores)]), answer_timeout_s=1.0) for i in range(4)
+    ]
     for draft in drafts:
         draft.wait_until_loaded()
     yield drafts
@@ -89,8 +93,8 @@ def test_replies_that_nobody_waits_for_are_dropped_and_a_stopped_child_is_ended(
         draft.wait()
         speculations.append(draft.speculate(Question(POLICY, FIRST_TOKEN))[0].tokens)
         for token in range(num_left_open):  # the caller is interrupted before it has read the reply
-            question = draft_process._pack_question(None, {0: Verified(Outcome(0, token), 3)})
-            draft._send(draft_process._ROUND, question)
+            question = Question(POLICY, {0: Verified(Outcome(0, token), 3)})
+            draft._send(Ask(draft._next_number(), question))
     assert len(set(speculations)) == 1 and len(speculations[0]) == 4
     os.kill(draft.process.pid, signal.SIGSTOP)
     draft.begin([REQUEST])
@@ -123,7 +127,7 @@ def test_a_run_survives_its_draft_if_told_so(tiny_pair, tiny_serial) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
-def test_a_killed_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
+def test_a_killed_or_interrupted_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(
         "import sys, time\n"
@@ -135,16 +139,24 @@ def test_a_killed_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
         "        time.sleep(600)\n"
     )
     command = [sys.executable, str(program), str(tiny_pair.folder)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_running(child)
-        parent.kill()
+    parents = [
+        # A terminal's Ctrl-C reaches every process of the group.
+        subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        for _ in range(2)
+    ]
+    children = [int(parent.stdout.readline()) for parent in parents]
+    assert all(map(is_running, children))
+    parents[0].kill()
+    os.killpg(parents[1].pid, signal.SIGINT)
     deadline_s = time.monotonic() + 5
-    while is_running(child) and time.monotonic() < deadline_s:
+    while any(map(is_running, children)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not is_running(child)
+    assert not any(map(is_running, children))
+    for parent in parents:
+        parent.wait(10)
+        parent.stdout.close()
 
 
 def is_running(pid: int) -> bool:

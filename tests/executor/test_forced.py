@@ -6,12 +6,12 @@ import pytest
 
 from calibration.validate import check_losslessness, compare
 from executor.execute import execute
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, policy_from_dict
 from sim.search import Prediction
 from sim.trace import Trace
 from sim.workload import Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.test_loops import ssd, texts
 from tests.executor.tiny_models import prompts
 

@@ -71,6 +71,14 @@ def test_the_steps_equal_the_forward_method(kind: str, dtype: torch.dtype) -> No
         assert torch.allclose(got, wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_queries_of_heads_that_share_keys_may_be_queries_of_one_head(kind: str) -> None:
+    model = relative(kind)
+    expected = all_logits(model, GeneralPass(model))
+    for got, wanted in zip(all_logits(model, LlamaPass(model, folds_queries=True)), expected, strict=True):
+        assert torch.allclose(got, wanted, rtol=0, atol=1e-10)
+
+
 def test_weights_that_are_too_large_to_be_kept_twice_give_the_same(monkeypatch) -> None:
     monkeypatch.setattr("executor.llama_pass.MOST_COPIED_BYTES", 0)
     model = relative("qwen2")

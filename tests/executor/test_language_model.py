@@ -26,11 +26,11 @@ from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.reference import generate
 from executor.target import Target
+from executor.toy_model import FakePair
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
 from sim.trace import Lane
 from sim.workload import Workload
-from tests.executor.hash_model import FakePair
 from tests.executor.tiny_models import FAMILIES, MAX_POSITIONS, llama, mistral, qwen2, tiny
 
 TEXT = [7, 3, 99, 12, 64, 5, 5, 80, 31, 2, 17, 120]

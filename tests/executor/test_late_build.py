@@ -4,10 +4,10 @@ import pytest
 
 from executor.draft_service import DraftService
 from executor.sequence import Question, Request, Verified
+from executor.toy_model import HashModel
 from sim.policy import Autoregressive, Fallback, LateBuild, SpeculativeSpeculative
 from sim.trace import Operation, Outcome, Source
 from sim.workload import Sampling
-from tests.executor.hash_model import HashModel
 
 VOCAB_SIZE, K = 16, 4
 PROMPT = (1, 2, 3)

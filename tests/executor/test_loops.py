@@ -7,11 +7,11 @@ import torch
 
 from executor.execute import execute
 from executor.language_model import LanguageModel
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.tiny_models import prompts
 
 VOCAB_SIZE = 16

@@ -191,7 +191,9 @@ def test_what_a_checkpoint_says_about_sampling_is_ignored(folder: Path) -> None:
 def test_describing_a_pair_needs_no_torch() -> None:
     program = (
         "import sys; from executor.pairs import load_pair; pair = load_pair('stdlib');"
-        "pair.prompts('test', 2, 16), pair.hashes, pair.stop_ids, pair.max_positions; print('torch' in sys.modules)"
+        "pair.prompts('test', 2, 16), pair.hashes, pair.stop_ids, pair.max_positions, pair.vocab_size;"
+        "load_pair('synthetic:layers=1,hidden_size=8,num_heads=2,num_key_value_heads=1,intermediate_size=8,vocab_size=9,"
+        "draft_layers=1').prompts('test', 2, 16); print('torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "False"

@@ -7,10 +7,10 @@ from executor.execute import execute
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.target import Target
+from executor.toy_model import FakePair, HashModel, serial_runner
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Lane
 from sim.workload import Workload
-from tests.executor.hash_model import FakePair, HashModel, serial_runner
 from tests.executor.test_loops import check_counters, ssd, texts, with_any_fallback
 from tests.executor.tiny_models import llama, prompts
 

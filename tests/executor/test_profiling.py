@@ -10,11 +10,11 @@ from executor.execute import execute
 from executor.latency_cells import BuildCell
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency, top2_gap
 from executor.sampling import process
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.tiny_models import prompts
 
 VOCAB_SIZE = 16

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from executor.concurrency import open_runner
 from executor.execute import execute
+from executor.language_model import LanguageModel
 from executor.pairs import load_pair
-from executor.reference import generate
+from executor.reference import PlainPass, Transformers, generate
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
 from sim.workload import Sampling, Workload
+from tests.executor import tiny_models
 
 POLICIES: list[Policy] = [
     Autoregressive(),
@@ -54,3 +57,35 @@ def check_penalties_and_strings(runner, prompts, texts) -> None:
     for policy in POLICIES[1:3]:
         got = execute(policy, rules, runner).sequences
         assert [(s.tokens, s.stop_reason) for s in got] == [(s.tokens, s.stop_reason) for s in expected], policy.name
+
+
+def test_transformers_verifies_always_as_many_tokens_as_it_is_asked_to_draft() -> None:
+    """The second layer of the target is what the draft lacks: some drafts are accepted, some are not."""
+    target, draft = tiny_models.llama(2, seed=0), tiny_models.llama(1, seed=1)
+    draft.load_state_dict({name: target.state_dict()[name] for name in draft.state_dict()})
+    theirs = Transformers(LanguageModel(target), LanguageModel(draft))
+    (prompt,) = tiny_models.prompts(1, 12)
+    expected = theirs.generate(prompt, 40)
+    widths: list[int] = []
+    hook = target.register_forward_pre_hook(
+        lambda model, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert theirs.assisted(prompt, 40, 3) == expected
+    assert set(widths[1:-3]) == {4} and len(widths) < 40, "the last three rounds end with the text"
+    widths.clear()
+    assert theirs.prompt_lookup(prompt, 40, 3) == expected
+    assert max(widths[1:]) <= 4
+    hook.remove()
+    assert theirs.can_assist
+    assert not Transformers(
+        LanguageModel(target), LanguageModel(tiny_models.llama(1, seed=1, vocab_size=136))
+    ).can_assist
+
+
+def test_a_plain_pass_gives_the_logits_of_our_own_and_forgets_its_tokens() -> None:
+    model = LanguageModel(tiny_models.llama(2, seed=0))
+    (text,) = tiny_models.prompts(1, 12)
+    expected = model.append(text)
+    plain = PlainPass(model, text[:8])
+    for end in (9, 12, 10):
+        assert torch.allclose(plain(text[8:end]), expected[8:end], rtol=0, atol=1e-9)

@@ -7,6 +7,7 @@ import pytest
 
 from executor.execute import execute
 from executor.profiling import measure_agreement
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.latency import LatencyModel
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
@@ -14,7 +15,6 @@ from sim.simulate import simulate
 from sim.system import System
 from sim.trace import Operation, Source
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.sim.toy import system_of
 
 VOCAB_SIZE = 8

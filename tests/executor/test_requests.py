@@ -14,11 +14,11 @@ from executor.execute import execute, requests
 from executor.generated_text import GeneratedText
 from executor.pairs import load_pair
 from executor.recorder import now_s
+from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import StopReason
 from sim.workload import Sampling, Workload
-from tests.executor.hash_model import HashModel, serial_runner
 from tests.executor.test_loops import check_counters, ssd, texts
 from tests.executor.tiny_models import prompts
 
@@ -304,9 +304,9 @@ def test_both_roles_are_told_the_same_settings_and_the_trace_shows_them(monkeypa
     told = {"target": [], "draft": []}
     begin = DraftService.begin
 
-    def listen(service, policy, requests_):
+    def listen(service, requests_, **options):
         told["draft"].append([r.sampling for r in requests_])
-        begin(service, policy, requests_)
+        begin(service, requests_, **options)
 
     monkeypatch.setattr(DraftService, "begin", listen)
     runner = hash_runner()

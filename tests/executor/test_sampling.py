@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
 import executor.sampling
 from executor.sampling import (
     by_rank,
+    by_rank_unasked,
     down_weight,
     draw,
     penalised,
@@ -318,6 +319,18 @@ def test_ranks_break_ties_by_lower_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0]])
     assert by_rank(logits, 5).tolist() == [[1, 2, 4, 0, 3]]
     assert rank(logits.expand(5, -1), torch.arange(5)).tolist() == [3, 0, 1, 4, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_that_nobody_asks_about_are_the_same(dtype: torch.dtype) -> None:
+    """Few different values, zeros of either sign and infinities among them."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-torch.inf, -3.5, -1e-6, -0.0, 0.0, 1e-6, 2.0, 2.5, 1e4, torch.inf], dtype=dtype)
+    logits = values[torch.randint(len(values), (50, 40), generator=generator)]
+    smooth = torch.randn(50, 40, generator=generator).to(dtype)
+    for rows in (logits, smooth):
+        for num_tokens in (1, 3, 40):
+            assert torch.equal(by_rank_unasked(rows, num_tokens), by_rank(rows, num_tokens))
 
 
 @pytest.mark.parametrize("shape", [(40,), (3, 512), (2, 2, 5000)])

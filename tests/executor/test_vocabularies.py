@@ -10,10 +10,10 @@ from executor.pairs import load_pair
 from executor.recorder import Recorder
 from executor.reference import generate
 from executor.target import Target
+from executor.toy_model import FakePair
 from sim.policy import Autoregressive, Fallback, Speculative
 from sim.trace import Lane
 from sim.workload import Workload
-from tests.executor.hash_model import FakePair
 from tests.executor.test_loops import ssd, texts
 from tests.executor.tiny_models import llama, prompts, save_pair
 

@@ -12,9 +12,10 @@ from calibration.profile import Profile
 from calibration.validate import compare
 from experiments.config import QUICKSTART, ExperimentConfig, load_config
 from experiments.measurement import batches, join, measure_interleaved
-from experiments.run import KINDS, measure_profile, run_experiment
+from experiments.run import KINDS, measure_profile, notes, run_experiment
 from experiments.stages import Stages
 from sim.errors import BadInput, RunFailed
+from sim.metrics import Estimate
 from sim.policy import Autoregressive, Policy, Speculative
 from sim.simulate import predict
 from sim.system import System
@@ -126,6 +127,13 @@ def test_report_says_what_was_not_overlapped(config: ExperimentConfig, tmp_path:
     bench.identity["concurrency"] = "serial"
     run_experiment(config, bench, tmp_path, quiet())
     assert "nothing overlapped" in (tmp_path / "report.md").read_text().split("##")[0]
+
+
+def test_roles_that_hardly_overlap_are_said_first(config: ExperimentConfig) -> None:
+    identity = {"concurrency": "streams"}
+    (remark,) = (r for r in notes(config, identity, Estimate(0.03, 0.02, 0.04, 4), None) if "overlap" in r)
+    assert remark.startswith("no overlap achieved: 3 %")
+    assert not [r for r in notes(config, identity, Estimate(0.7, 0.6, 0.8, 4), None) if "overlap" in r]
 
 
 def test_profile_of_another_pair_is_refused_before_anything_is_executed(

@@ -242,3 +242,22 @@ def test_the_seed_of_a_sampled_prediction_is_shown():
     for engine, seed in (("exact", None), ("vectorized", 7)):
         prediction = predict(Speculative(2), workload, system, engine=engine, seed=7)
         assert prediction.seed == prediction.to_dict()["seed"] == seed
+
+
+def test_round_efficiency_is_the_longer_of_verification_and_build_over_the_round() -> None:
+    """Rounds of 12 s: a miss; a hit with a build of 6 s; one with a build of 11 s; one of which a row missed."""
+    trace = Trace({}, {})
+    sources = [(Source.MISS,), (Source.HIT,), (Source.HIT,), (Source.HIT, Source.MISS)]
+    for index, (of_rows, build_s) in enumerate(zip(sources, (9, 6, 11, 9), strict=True)):
+        start_s = 12.0 * index
+        for row, source in enumerate(of_rows):
+            trace.rounds.append(Round(row, index, source, 2, 1, 2, 4, start_s, start_s + 12))
+        num_rows = len(of_rows)
+        trace.spans.append(Span(Lane.TARGET, Operation.VERIFY, 0, index, 3, 4, start_s + 1, start_s + 11, num_rows))
+        middle_s = start_s + build_s / 2
+        trace.spans.append(Span(Lane.DRAFT, Operation.GLUE, 0, index, 3, 4, start_s, middle_s))
+        trace.spans.append(Span(Lane.DRAFT, Operation.TREE_STEP, 0, index, 4, 4, middle_s, start_s + build_s))
+    trace.sequences += [Sequence(row, 4, (1, 2), 0.0, 0.0, 48.0, False) for row in range(2)]
+    estimate = metrics.round_efficiency([trace])
+    assert estimate.value == pytest.approx((10 + 11) / 24)
+    assert metrics.round_efficiency([replace(trace, rounds=trace.rounds[:1], spans=trace.spans[:1])]) is None

@@ -11,15 +11,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from experiments.recorded_workload import recorded_workload
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencyModel, OperationLatency, equally_likely, latest_of, sum_of_independent
 from sim.placement import Placement
 from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
+from sim.recursion import outcome_hit_mass
 from sim.simulate import ENGINES, predict, predict_all, predicted_speedup, simulate
 from sim.system import System
-from sim.trace import Operation, Trace
-from sim.workload import Workload
+from sim.trace import Operation, Source, StopReason, Trace
+from sim.workload import Sampling, Workload, sampling_to_dict
 from tests.sim.strategies import batched
 from tests.sim.toy import cut_at, markov, record_of, system_of, workload_of
 
@@ -241,6 +243,8 @@ def test_a_placement_counts_in_integers(name, value):
         ("batch_size", (*NOT_A_NUMBER, 2.0, 0)),
         ("temperature", (*NOT_A_NUMBER, math.inf, -0.5)),
         ("stop_ids", (None, 3, "3", ("3",), (True,), (math.nan,), (-1,))),
+        ("sampling", (None, Sampling(), [Sampling()], (Sampling(), Sampling()), (0.5,), ({"top_k": 2},))),
+        ("stop_strings", (None, "ab", ["ab"], ("",), (3,), (b"ab",), ("a\ufffd",))),
     ],
 )
 def test_a_workload_of_wrong_types_or_values_is_named(name, values):
@@ -251,7 +255,86 @@ def test_a_workload_of_wrong_types_or_values_is_named(name, values):
             Workload(**given | {name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (*NOT_A_NUMBER, math.inf, -0.5)),
+        ("top_k", (*NOT_A_NUMBER, 2.0, -1)),
+        ("top_p", (*NOT_A_NUMBER, 0, 1.1)),
+        ("min_p", (*NOT_A_NUMBER, -0.1, 1.1)),
+        ("repetition_penalty", (*NOT_A_NUMBER, 0, -1, math.inf)),
+        ("seed", (math.nan, "3", True, 2.0, -1)),
+    ],
+)
+def test_settings_of_wrong_types_or_values_are_named(name, values):
+    for value in values:
+        with pytest.raises(BadInput, match=f"sampling.{name}: must be "):
+            Sampling(**{name: value})
+
+
+def test_settings_are_resolved_in_one_place():
+    plain = Workload("toy", ((1,), (2,)), 4, temperature=0.7)
+    assert [plain.sampling_of(index) for index in (0, 1)] == [Sampling(0.7)] * 2
+    assert plain.identity()["sampling"] == []
+    own = (Sampling(0.7, seed=1), Sampling(0.7, seed=2))
+    assert replace(plain, sampling=own).identity() == plain.identity()  # a seed is no law
+    mixed = Workload("toy", ((1,), (2,)), 4, sampling=(Sampling(), Sampling(0.9, top_k=4)))
+    assert mixed.temperature == 0.9 and replace(mixed, max_new_tokens=5).sampling == mixed.sampling
+    assert [entry["temperature"] for entry in mixed.identity()["sampling"]] == [0.0, 0.9]
+    assert mixed.select([0]) == Workload("toy", ((1,),), 4, sampling=(Sampling(),))
+    assert mixed.select([1, 1]).laws == (Sampling(0.9, top_k=4),)
+    with pytest.raises(BadInput, match=r"workload.temperature: must be left out .* 0.9, got 0.5"):
+        Workload("toy", ((1,), (2,)), 4, temperature=0.5, sampling=mixed.sampling)
+
+
 # ---------------------------------------------------------------------------------------------------------- predictions
+
+
+def test_other_settings_than_those_of_the_record_are_refused(tmp_path):
+    """A record of an earlier release has none; a prediction is of one law, whatever the seeds."""
+    record = record_of(*markov(1), num_prompts=3, length=12, seed=1)
+    rules = replace(workload_of(record), prompts=((0,),) * 3)
+    settings = Sampling(record.temperature, top_k=3, repetition_penalty=1.2)
+    trimmed = replace(record, identity=record.identity | {"sampling": [sampling_to_dict(settings)]})
+    trimmed.write(tmp_path / "record.parquet")
+    assert AgreementRecord.read(tmp_path / "record.parquet").sampling == settings
+    of_settings = replace(rules, sampling=(settings, replace(settings, seed=3), settings))
+    for given, workload in ((record, rules), (trimmed, of_settings)):
+        assert predict(Speculative(2), workload, system_of(given)).tokens_per_s.value > 0
+        assert outcome_hit_mass(given, 2, 2, Source.MISS).shape == (3, 3)
+        assert recorded_workload(given).laws == workload.laws
+    mixed = replace(rules, sampling=(settings, settings, Sampling(record.temperature)))
+    for given, workload in ((record, of_settings), (trimmed, rules), (trimmed, mixed), (record, mixed)):
+        for run in (simulate, predict):
+            with pytest.raises(BadInput, match=r"workload.sampling: must be, for all prompts, the settings of the"):
+                run(Speculative(2), workload, system_of(given))
+    for wrong in ([sampling_to_dict(settings)] * 2, [{"top_q": 1}], [{"temperature": 0.1}], 3):
+        with pytest.raises(BadInput, match=r"identity.sampling: must hold at most one set"):
+            replace(record, identity=record.identity | {"sampling": wrong})
+
+
+def test_other_stop_strings_than_those_of_the_record_are_refused():
+    record = record_of(*markov(1), num_prompts=3, length=12, seed=1)
+    stopping = replace(record, identity=record.identity | {"stop_strings": ["a", "b"]}, stopped=np.ones(3, dtype=bool))
+    workload = replace(workload_of(record), stop_strings=("b", "a"))
+    reasons = {s.stop_reason for s in simulate(Speculative(2), workload, system_of(stopping)).sequences}
+    assert reasons == {StopReason.STOP_STRING}
+    assert recorded_workload(stopping).stop_strings == ("a", "b")
+    for given, rules in ((record, workload), (stopping, workload_of(record))):
+        with pytest.raises(BadInput, match=r"workload.stop_strings: must be"):
+            simulate(Speculative(2), rules, system_of(given))
+
+
+def test_a_token_that_the_draft_cannot_give_is_never_accepted():
+    """log q is -inf where a setting cuts the token from q; nothing else may be infinite."""
+    record = record_of(*markov(1), num_prompts=3, length=12, seed=1)
+    cut = replace(record, log_q=np.full_like(record.log_q, -np.inf))
+    workload = workload_of(cut)
+    trace = simulate(Speculative(2), workload, system_of(cut))
+    assert trace.rounds and not any(r.num_accepted for r in trace.rounds)
+    for column, value in (("log_p", -np.inf), ("log_q", np.inf), ("log_q", np.nan)):
+        with pytest.raises(BadInput, match=f"{column}, row 0: must be finite"):
+            replace(record, **{column: np.full_like(record.log_q, value)})
 
 
 def test_other_stop_tokens_than_those_of_the_record_are_refused():

@@ -1,11 +1,18 @@
-"""A fake language model that audits its KV cache: its logits are a function of the exact text that a token sees."""
+"""Toy models that audit their KV cache: their logits are a function of the exact text that a token sees.
+
+Checks and tests run the very code that decodes on them: a law over their few tokens can be enumerated.
+"""
+
+from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from executor.concurrency import Runner, SerialDraft
 from executor.kv_cache import KvCacheCorrupt
@@ -25,6 +32,7 @@ class HashModel:
     """
 
     dtype = torch.float64
+    device = torch.device("cpu")
     attention = "fake"
 
     def __init__(
@@ -34,7 +42,7 @@ class HashModel:
         self.max_positions = max_positions
         self.num_forwards = 0
         self._law = (seed, own_seed, agreement)
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self._known: dict[tuple[int, ...], Tensor] = {}
         self.begin(1)
 
     def begin(self, num_rows: int) -> None:
@@ -42,7 +50,7 @@ class HashModel:
         self.positions: list[list[int | None]] = [[] for _ in range(num_rows)]
         self.kept = list(range(num_rows))
 
-    def keep(self, rows) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         assert set(rows) <= set(self.kept)
         self.kept = list(rows)
 
@@ -57,21 +65,27 @@ class HashModel:
     def length_of(self, row: int) -> int:
         return len(self.texts[row])
 
-    def with_rows(self, num_rows: int) -> "HashModelRows":
+    def with_rows(self, num_rows: int) -> HashModelRows:
         return HashModelRows(self, num_rows)
 
-    def append(self, tokens, num_logits=None) -> torch.Tensor:
+    def append(self, tokens: Sequence[int], num_logits: int | None = None) -> Tensor:
         self.num_forwards += 1
         return self._fed(0, tokens)[-(num_logits or len(tokens)) :]
 
-    def feed(self, rows, tokens, num_logits) -> list[torch.Tensor]:
+    def feed(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], num_logits: Sequence[int]) -> list[Tensor]:
         assert len(set(rows)) == len(rows) and set(rows) <= set(self.kept) and all(map(len, tokens))
         if len(self.texts) == 1:
             return [self.append(tokens[0], num_logits[0])]
         self.num_forwards += 1
         return [self._fed(row, own)[-num:] for row, own, num in zip(rows, tokens, num_logits, strict=True)]
 
-    def _fed(self, row: int, tokens) -> torch.Tensor:
+    def feed_drawn(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        return torch.cat(self.feed(rows, [[token] for token in tokens.tolist()], [1] * len(rows)))
+
+    def name_last(self, row: int, tokens: Sequence[int]) -> None:
+        assert self.texts[row][len(self.texts[row]) - len(tokens) :] == list(tokens)
+
+    def _fed(self, row: int, tokens: Sequence[int]) -> Tensor:
         logits = []
         for token in tokens:
             assert self.length_of(row) < self.max_positions
@@ -80,7 +94,7 @@ class HashModel:
             logits.append(self._logits(row, list(range(self.length_of(row)))))
         return torch.stack(logits)
 
-    def level(self, rows) -> int:
+    def level(self, rows: Sequence[int]) -> int:
         length = max(self.length_of(row) for row in rows)
         for row in rows:
             num_skipped = length - self.length_of(row)
@@ -88,7 +102,7 @@ class HashModel:
             self.positions[row] += [None] * num_skipped
         return length
 
-    def append_branches(self, rows, tokens, positions, mask) -> torch.Tensor:
+    def append_branches(self, rows: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         self.num_forwards += 1
         assert set(rows) <= set(self.kept) and int(positions.max()) < self.max_positions
         logits = []
@@ -109,14 +123,13 @@ class HashModel:
             raise ValueError
         del self.texts[row][length:], self.positions[row][length:]
 
-    def _logits(self, row: int, visible: list[int]) -> torch.Tensor:
-        positions = self.positions[row]
-        assert None not in [positions[slot] for slot in visible]  # a slot that holds nothing
-        ordered = sorted(visible, key=lambda slot: positions[slot])
-        assert [positions[slot] for slot in ordered] == list(range(len(ordered)))
-        return self.logits_after(tuple(self.texts[row][slot] for slot in ordered))
+    def _logits(self, row: int, visible: list[int]) -> Tensor:
+        slot_at = {self.positions[row][slot]: slot for slot in visible}
+        assert None not in slot_at  # a slot that holds nothing
+        assert len(slot_at) == len(visible) and slot_at.keys() == set(range(len(visible)))
+        return self.logits_after(tuple(self.texts[row][slot_at[position]] for position in range(len(visible))))
 
-    def logits_after(self, text: tuple[int, ...]) -> torch.Tensor:
+    def logits_after(self, text: tuple[int, ...]) -> Tensor:
         """(V,) logits after a text."""
         if text not in self._known:
             seed, own_seed, agreement = self._law
@@ -136,7 +149,7 @@ class HashModelRows:
         self._model = model
         self._texts: list[tuple[int, ...]] = [()] * num_rows
 
-    def append_rows(self, tokens, num_logits=None) -> torch.Tensor:
+    def append_rows(self, tokens: Tensor, num_logits: int | None = None) -> Tensor:
         rows = []
         for row, new in enumerate(tokens.tolist()):
             steps = []
@@ -149,16 +162,20 @@ class HashModelRows:
 
 @dataclass
 class FakePair:
-    """What a runner asks of a pair."""
+    """What a runner asks of a pair; `models` by role."""
 
     name: str = "fake"
     vocab_size: int = 16
     max_positions: int = 4096
     tokenizer: Any = None
     hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
+    models: dict = field(default_factory=dict)
+
+    def load(self, role: str, dtype: str, device: str = "cpu") -> Any:
+        return self.models[role]
 
 
-def serial_runner(target: HashModel, draft: HashModel) -> Runner:
-    """Two fakes behind the serial runner's own code."""
-    pair = FakePair(vocab_size=target.vocab_size, max_positions=min(target.max_positions, draft.max_positions))
+def serial_runner(target: Any, draft: Any) -> Runner:
+    """Two toy models behind the serial runner's own code."""
+    pair: Any = FakePair(vocab_size=target.vocab_size, max_positions=min(target.max_positions, draft.max_positions))
     return Runner(pair, "serial", Target(target, Recorder(Lane.TARGET)), SerialDraft(draft), {})

@@ -1,0 +1,177 @@
+"""Every message arrives as it was sent, and a reply is used only for what it answers."""
+
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor.channel import queue_channels
+from executor.draft_client import DraftClient, DraftFailed
+from executor.messages import Ask, Built, Call, Fault, Reply, Result, from_bytes, to_bytes
+from executor.sequence import Question, Verified
+from executor.speculation_cache import Speculation
+from sim.errors import BadInput
+from sim.policy import Proposer, Speculative, SpeculativeSpeculative
+from sim.trace import Outcome, Source
+
+outcomes = st.builds(Outcome, st.integers(0, 40), st.integers(0, 2**31))
+since = st.lists(st.integers(0, 2**31), max_size=3).map(tuple)
+verified = st.dictionaries(st.integers(0, 15), st.builds(Verified, outcomes, st.integers(0, 9999), since), min_size=1)
+policies = st.sampled_from([Speculative(3), SpeculativeSpeculative(2, (1, 2, 3), (0, 1, 0))])
+
+
+def speculation(source: Source, proposer: Proposer, num_tokens: int, vocab_size: int) -> Speculation:
+    tokens = tuple(range(num_tokens))
+    probs = torch.rand(num_tokens, vocab_size, dtype=torch.float64) if vocab_size and num_tokens else None
+    return Speculation(source, tokens, probs, proposer)
+
+
+speculations = st.builds(
+    speculation, st.sampled_from(Source), st.sampled_from(Proposer), st.integers(0, 9), st.sampled_from([0, 1, 7])
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.integers(0, 2**40), verified, policies, st.booleans(), st.data())
+def test_asks_and_replies_survive_a_pipe(number: int, rows: dict, policy, tells_build: bool, data) -> None:
+    sent_ask = Ask(number, Question(policy, rows), tells_build)
+    ask = from_bytes(to_bytes(sent_ask))
+    assert ask == sent_ask and list(ask.question.verified) == list(rows)
+    sent = Reply(number, rows, {row: data.draw(speculations) for row in rows}, draft_s=0.25)
+    received = from_bytes(to_bytes(sent))
+    assert (received.number, received.verified, received.draft_s) == (number, rows, 0.25)
+    for row, own in sent.speculations.items():
+        other = received.speculations[row]
+        assert (own.source, own.tokens, own.proposer) == (other.source, other.tokens, other.proposer)
+        assert (own.draft_probs is None) == (other.draft_probs is None)
+        assert own.draft_probs is None or torch.equal(own.draft_probs, other.draft_probs)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Call(3, "score", ([1],), {"num_rows": 2}),
+        Result(3, {"pid": 1}),
+        Built(4, 0.5),
+        Fault(BadInput, ("name", "rule")),
+    ],
+)
+def test_other_messages_survive_too(message) -> None:
+    assert from_bytes(to_bytes(message)) == message
+    assert pickle.loads(pickle.dumps(message)) == message
+
+
+class ScriptedClient(DraftClient):
+    """A client whose draft the test plays by hand."""
+
+    def __init__(self) -> None:
+        own_end, self.draft = queue_channels()
+        super().__init__(own_end, answer_timeout_s=0.05)
+
+    def _how_it_died(self) -> str:
+        return "dead"
+
+    def _give_up(self) -> str:
+        return "was given up"
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+RIGHT = Speculation(Source.HIT, (1, 2, 3))
+WRONG = Speculation(Source.HIT, (9, 9, 9))
+ROWS = {0: Verified(Outcome(2, 7), 20), 1: Verified(Outcome(0, 4), 18)}
+QUESTION = Question(Speculative(3), ROWS)
+
+
+def answers(rows: dict, own: Speculation) -> dict[int, Speculation]:
+    return dict.fromkeys(rows, own)
+
+
+def strays() -> list:
+    """Replies to another request, or to another accepted count, bonus token, row or number of rows."""
+    others = [
+        ROWS | {0: Verified(Outcome(1, 7), 20)},
+        ROWS | {1: Verified(Outcome(0, 5), 18)},
+        {0: ROWS[0]},
+        ROWS | {2: Verified(Outcome(0, 4), 18)},
+        ROWS | {1: Verified(Outcome(0, 4), 18, since=(2,))},
+    ]
+    late = [Reply(number, ROWS, answers(ROWS, WRONG)) for number in (1, 2)]
+    return [*late, *(Reply(3, rows, answers(rows, WRONG)) for rows in others), Result(2, None), Result(3, None)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.permutations([*range(len(strays())), None]))
+def test_a_reply_to_something_else_is_never_used(order) -> None:
+    """`order` holds the right reply, None, among strays."""
+    client = ScriptedClient()
+    client._number = 2
+    for place in order:
+        client.draft.send(Reply(3, ROWS, answers(ROWS, RIGHT)) if place is None else strays()[place])
+    assert client.speculate(QUESTION) == answers(ROWS, RIGHT)
+    client.draft.send(Reply(3, ROWS, answers(ROWS, WRONG)))  # the same request answered twice
+    client.draft.send(Reply(4, ROWS, answers(ROWS, RIGHT)))
+    assert client.speculate(QUESTION) == answers(ROWS, RIGHT)
+
+
+def test_nothing_but_strays_is_no_answer() -> None:
+    client = ScriptedClient()
+    client._number = 2
+    for stray in strays():
+        client.draft.send(stray)
+    with pytest.raises(DraftFailed, match=r"has not answered for 0.05 s and was given up"):
+        client.speculate(QUESTION)
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    client = ScriptedClient()
+    client._number, client._awaited = 6, type(client._awaited)()
+    client.start("one")
+    client.start("two")
+    for number, value in ((6, "late"), (7, "one"), (7, "again"), (8, "two")):
+        client.draft.send(Result(number, value))
+    assert (client.result(), client.result()) == ("one", "two")
+
+
+def test_a_closed_end_is_noticed_again_and_again() -> None:
+    client = ScriptedClient()
+    client.draft.send(Fault(BadInput, ("pair", "is missing")))
+    client.draft.close()
+    with pytest.raises(BadInput, match="pair: is missing"):
+        client.result()
+    for _ in range(2):
+        with pytest.raises(DraftFailed, match="dead"):
+            client.speculate(QUESTION)
+
+
+def test_a_thread_sees_what_the_next_request_brings() -> None:
+    here, there = queue_channels()
+    assert there.peek() is None and not there.is_ready()
+    sender = threading.Thread(target=here.send, args=(Ask(1, QUESTION),))
+    sender.start()
+    sender.join()
+    assert there.is_ready()
+    assert there.peek() == there.peek() == there.receive() == Ask(1, QUESTION)
+    with pytest.raises(TimeoutError):
+        there.receive(timeout_s=0.01)
+
+
+def test_the_end_of_a_build_is_noted_whenever_it_comes() -> None:
+    client = ScriptedClient()
+    client._tells_builds = True
+    question, works = Question(SpeculativeSpeculative(1, (1, 1), (1, 1)), ROWS), []
+    for number in (1, 2):
+        client.draft.send(Reply(number, ROWS, answers(ROWS, RIGHT), draft_s=0.5))
+        if number == 2:  # the first build's end comes before the second answer
+            client.draft.send(Built(2, 0.75))
+        client.speculate(question)
+        works.append(client.work)
+        client.draft.send(Built(1, 0.25)) if number == 1 else None
+    assert [work.draft_s for work in works] == [0.5, 0.5]
+    assert [work.build_s for work in works] == [0.25, None]
+    client.take_notice()
+    assert works[1].build_s == 0.75
