@@ -31,9 +31,9 @@ class ForcedTarget(Target):
             return super()._judge(row, logits, speculation)
         num_accepted = self._num_accepted(speculation)
         bonus = super()._judge(row, logits[num_accepted : num_accepted + 1], NOTHING_DRAFTED)
-        return torch.cat((bonus, logits.amax(-1).isfinite()))
+        return torch.cat((bonus, logits.amax(-1).double()))
 
-    def _outcome(self, row: int, speculation: Speculation, numbers: list[int]) -> Outcome:
+    def _outcome(self, row: int, speculation: Speculation, numbers: list[float]) -> Outcome:
         if self.recorder.round < 0:
             return super()._outcome(row, speculation, numbers)
         num_rows = len(speculation.tokens) + 1

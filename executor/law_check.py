@@ -110,8 +110,19 @@ def decode(case: Case, num_trials: int) -> Any:
     workload = Workload(
         "toy", (PROMPT,) * num_texts, NUM_TOKENS, sampling=case.settings * num_trials, batch_size=case.batch_size
     )
-    with case.fault():
+    with _one_thread(), case.fault():
         return execute(case.decider, workload, serial_runner(*models()), seed=SEED)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several would only wait for one another over four tokens."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _compare(case: Case, num_trials: int) -> Iterator[Comparison]:

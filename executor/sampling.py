@@ -29,8 +29,7 @@ def penalised(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:
     penalised for the tokens up to and including its own."""
     if penalty == 1:
         return logits
-    num_rows, vocab_size = logits.shape
-    return penalise(logits, penalty, seen_along(text, num_rows, vocab_size, logits.device))
+    return penalise(logits, penalty, seen_along(text, len(logits), logits.shape[-1], logits.device))
 
 
 def penalise(logits: Tensor, penalty: float | Tensor, seen: Tensor) -> Tensor:

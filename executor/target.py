@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from executor.device import put, together
+from executor.device import put
 from executor.draws import Purpose
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
@@ -88,17 +89,18 @@ class Target:
         return penalised(logits, self._requests[row].sampling.repetition_penalty, self.model.texts[row])
 
     def _judge(self, row: int, logits: Tensor, speculation: Speculation) -> Tensor:
-        """(n+1, V) penalised logits of a row -> integers on the device, which `_outcome` understands: what the outcome
-        is, then which of the n+1 rows are finite."""
+        """(n+1, V) penalised logits of a row -> float64 numbers on the device, which `_outcome` understands: what the
+        outcome is, then one of each of the n+1 rows that is finite if the row is."""
         sampling, drafted = self._requests[row].sampling, speculation.tokens
         if sampling.temperature == 0:
             largest, tokens = logits.max(-1)
-            return torch.cat((tokens, largest.isfinite()))
+            return torch.cat((tokens.double(), largest.double()))
         target_probs = process(logits, sampling)
-        finite = target_probs[:, 0].isfinite()
+        first_probs = target_probs[:, 0]
         if not drafted:
             bonus_token = draw(target_probs, self._uniforms(row, Purpose.BONUS))
-            return torch.cat((torch.zeros_like(bonus_token), bonus_token, torch.zeros_like(bonus_token), finite))
+            nothing = torch.zeros_like(first_probs)
+            return torch.cat((nothing, bonus_token.double(), nothing, first_probs))
         draft_tokens = put(drafted, self.model.device)
         if speculation.draft_probs is None:
             draft_probs = stated_probs(speculation.proposer, draft_tokens, self.model.vocab_size)
@@ -113,31 +115,34 @@ class Target:
             bonus_uniform=self._uniforms(row, Purpose.BONUS)[0],
         )
         num_bad = draft_probs[:, 0].isnan().sum()
-        return torch.cat((torch.stack((num_accepted, bonus_token, num_bad)), finite))
+        return torch.cat((torch.stack((num_accepted, bonus_token, num_bad)).double(), first_probs))
 
-    def _outcome(self, row: int, speculation: Speculation, numbers: list[int]) -> Outcome:
+    def _outcome(self, row: int, speculation: Speculation, numbers: list[float]) -> Outcome:
         """What `_judge` found."""
         num_rows = len(speculation.tokens) + 1
         self._require_finite(row, numbers[-num_rows:])
         if self._requests[row].sampling.temperature == 0:
-            return Outcome(*verify_greedy(numbers[:num_rows], speculation.tokens))
-        num_accepted, bonus_token, num_bad = numbers[:3]
+            return Outcome(*verify_greedy([int(token) for token in numbers[:num_rows]], speculation.tokens))
+        num_accepted, bonus_token, num_bad = (int(number) for number in numbers[:3])
         self.num_bad_draft_rows += num_bad
         return Outcome(num_accepted, bonus_token)
 
     def _uniforms(self, row: int, purpose: Purpose, num: int = 1) -> Tensor:
         return put(self._draws[row].uniforms(purpose, self.recorder.round, num), self.model.device)
 
-    def _require_finite(self, row: int, finite: Sequence[int]) -> None:
+    def _require_finite(self, row: int, numbers: Sequence[float]) -> None:
+        finite = [math.isfinite(number) for number in numbers]
         if not all(finite):
-            position = self.model.length_of(row) - len(finite) + finite.index(0) + 1
+            position = self.model.length_of(row) - len(finite) + finite.index(False) + 1
             where = f"sequence {self.recorder.sequences[row]}, position {position}"
             raise FloatingPointError(f"{where}: the target's logits are not finite")
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Integers of a device, all at once."""
-    numbers = iter(together(tensors).tolist())
+def _read(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Numbers of a device, all at once."""
+    if len(tensors) == 1:
+        return [tensors[0].tolist()]
+    numbers = iter(torch.cat(list(tensors)).tolist())
     return [list(islice(numbers, len(tensor))) for tensor in tensors]
 
 
