@@ -50,8 +50,9 @@ class ProcessDraft(DraftClient):
 
     def _where_it_hangs(self) -> str:
         """The child's traceback, if it is able to give one."""
+        assert self.process.pid is not None  # it was started
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, DUMP_SIGNAL)
+            os.kill(self.process.pid, DUMP_SIGNAL)
         give_up_s = now_s() + _DUMP_TIMEOUT_S
         while not (text := Path(self._dump.name).read_text()) and now_s() < give_up_s:
             time.sleep(0.02)

@@ -14,7 +14,7 @@ from executor.device import put
 from executor.forward_pass import forward_pass
 from executor.head import Head
 from executor.kv_cache import CausalMasks, KvCacheCorrupt, SlotCache, branch_mask, ragged_mask
-from executor.llama_pass import at
+from executor.llama_pass import of_wanted
 from executor.static_pass import MAX_WIDTH, SPARE_SLOTS, Capture, PassCounts, StaticPasses
 from sim.errors import BadInput
 
@@ -94,10 +94,11 @@ class LanguageModel:
         return self._cache.lengths[self._place[row]]
 
     def with_rows(self, num_rows: int) -> LanguageModel:
-        """The same weights with an empty cache for `num_rows` sequences."""
+        """The same weights with an empty cache for `num_rows` sequences, which takes no more room than their texts
+        need: many rows of all positions would not fit beside the models."""
         other = copy.copy(self)
         other._static = None  # it knows the other cache
-        other._cache = self._new_cache(num_rows)
+        other._cache = SlotCache(self._num_layers, 0, num_rows, self.device)
         other.begin(num_rows)
         return other
 
@@ -238,10 +239,7 @@ class LanguageModel:
         self, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor, wanted: int | Tensor | None
     ) -> Tensor:
         if self._static is not None and self._is_static(places, tokens.shape[1]):
-            logits = self._static(self._cache, places, tokens, positions, mask)
-            if wanted is not None:
-                logits = logits[:, -wanted:] if isinstance(wanted, int) else at(logits, wanted)
-            return self.head.logits(logits)
+            return self.head.logits(of_wanted(self._static(self._cache, places, tokens, positions, mask), wanted))
         self._cache.aim(places, tokens.shape[1])
         return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
 

@@ -13,13 +13,12 @@ from typing import Protocol
 from executor.observation import DraftWork, Observer
 from executor.recorder import RowRound
 from executor.sequence import OpenBatch, Question, Request
-from executor.speculation_cache import Speculation
+from executor.speculation_cache import NO_SPECULATION, Speculation
 from executor.target import Target
 from sim.errors import BadInput
 from sim.policy import Policy, SpeculativeSpeculative
-from sim.trace import Outcome, Source, Span
+from sim.trace import Source, Span
 
-NO_SPECULATION = Speculation(Source.SYNCHRONOUS)
 Choose = Callable[[int], Policy]  # number of rows -> the policy of their next round
 
 
@@ -104,9 +103,7 @@ def _check_in_hand(before: Policy | None, policy: Policy, speculations: Mapping[
             raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
 
 
-def _verify(
-    target: Target, policy: Policy, speculations: Mapping[int, Speculation], batch: OpenBatch
-) -> dict[int, Outcome]:
+def _verify(target: Target, policy: Policy, speculations: Mapping[int, Speculation], batch: OpenBatch) -> None:
     """One verification, committed and recorded as a round of every row."""
     rows = batch.rows
     target.keep(rows)
@@ -118,4 +115,3 @@ def _verify(
         for row, context in zip(rows, contexts, strict=True)
     )
     batch.audit(target.model)
-    return outcomes

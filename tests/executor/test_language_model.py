@@ -182,6 +182,14 @@ def test_the_cache_grows_beyond_its_capacity() -> None:
     assert torch.equal(keys, states) and torch.equal(values, -states)
 
 
+def test_further_rows_take_room_for_their_texts_only(model: LanguageModel) -> None:
+    rows = model.with_rows(2)
+    for start in range(0, 6, 2):
+        rows.append_rows(torch.tensor([TEXT, TEXT[::-1]])[:, start : start + 2])
+    num_slots = {tensor.shape[2] for layer in rows._cache.storage() for tensor in layer}
+    assert max(num_slots) <= 12 < MAX_POSITIONS
+
+
 def test_a_causal_mask_shows_the_context_and_what_came_before() -> None:
     visible = causal_mask(3, 2, torch.float64)[0, 0] == 0
     assert visible.tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]

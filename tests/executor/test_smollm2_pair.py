@@ -10,6 +10,7 @@ import torch
 import executor.smollm2_pair
 from executor.concurrency import open_runner
 from executor.execute import execute
+from executor.folder_pair import sha256
 from executor.language_model import LanguageModel
 from executor.pairs import load_pair
 from executor.smollm2_models import assembled, compressed, restored
@@ -138,6 +139,6 @@ def test_every_decoder_writes_the_targets_greedy_text(runner) -> None:
 @needs_the_target
 def test_the_identity_speaks_of_the_file_and_the_draft(runner) -> None:
     hashes = runner.identity()["sha256"]
-    assert hashes["target"] == executor.converted_model.sha256(executor.smollm2_pair.find_gguf())
-    assert hashes["draft"] == executor.converted_model.sha256(PACKAGED / "draft" / "model.safetensors")
+    assert hashes["target"] == sha256(executor.smollm2_pair.find_gguf())
+    assert hashes["draft"] == sha256(PACKAGED / "draft" / "model.safetensors")
     assert Path(runner.pair.target_folder).name.startswith(hashes["target"])
