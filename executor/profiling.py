@@ -35,7 +35,6 @@ from executor.sequence import OpenSequence, Request
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput, require_count
 from sim.latency import LatencySample
-from sim.policy import Autoregressive
 from sim.trace import Operation
 from sim.workload import Sampling, Workload, sampling_to_dict
 
@@ -56,7 +55,7 @@ def measure_agreement(
     draws, so the texts are AR's but for rounding. `progress` is called with the prompts done. Raises `BadInput` if the
     prompts' sampling settings differ: a record is of one law.
     """
-    check_room(Autoregressive(), workload, runner)
+    check_room(workload, runner)
     if workload.max_new_tokens == 0:
         raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
     if len(workload.laws) > 1:
