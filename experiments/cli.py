@@ -359,13 +359,14 @@ def check_law(as_json: AsJson = False) -> None:
     """Decode a toy vocabulary under every kind of policy and compare with exact enumeration; exit code 1 if a law is
     wrong, or if a known-wrong variant passes."""
     console = _console(as_json=as_json)
-    from experiments.checks import LAW_HEAD, law_rows, law_to_json, run_law_check
+    from experiments.checks import LAW_HEAD, law_in_words, law_rows, law_to_json, run_law_check
 
     verdicts = run_law_check(lambda doing: console.print(doing, highlight=False))
     if as_json:
         print(json.dumps(law_to_json(verdicts), indent=1))
     else:
         _print_table(LAW_HEAD, law_rows(verdicts), console)
+        console.print(law_in_words(), highlight=False)
     if not all(verdict.is_right for verdict in verdicts):
         raise typer.Exit(EXIT_NOT_LOSSLESS)
 
