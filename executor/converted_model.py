@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
+
+from executor.folder_pair import sha256
 
 CONVERSION = 1
 """Counts what `gguf_weights` makes of a file: another number, another folder."""
@@ -44,11 +45,6 @@ def cache_home() -> Path:
     """`saguaro-planner` in $XDG_CACHE_HOME, or in ~/.cache where that is not an absolute path."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (home if home.is_absolute() else Path.home() / ".cache") / "saguaro-planner"
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put_in_place(finished: Path, folder: Path) -> None:

@@ -121,7 +121,7 @@ class DraftClient(ABC):
         except TimeoutError:
             raise DraftFailed(f"the draft has not answered for {timeout_s} s and {self._give_up()}") from None
         if isinstance(message, Fault):
-            raise message.error_type(*message.args)
+            raise message.error
         self._note(message)
         return message
 
@@ -154,10 +154,9 @@ def serve(channel: Channel, load: Callable[[], tuple[DraftService, dict[str, Any
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BadInput as error:
-        name, _, rule = str(error).partition(": ")
-        _fail(channel, BadInput, name, rule)
+        _fail(channel, error)
     except Exception:
-        _fail(channel, DraftFailed, f"the draft failed\n{traceback.format_exc()}")
+        _fail(channel, DraftFailed(f"the draft failed\n{traceback.format_exc()}"))
 
 
 def upcoming(channel: Channel) -> Question | None:
@@ -184,6 +183,6 @@ def _answer(channel: Channel, service: DraftService, message: Message) -> None:
             channel.send(Result(number, getattr(service, method)(*args, **(kwargs or {}))))
 
 
-def _fail(channel: Channel, error_type: type[Exception], *args: str) -> None:
+def _fail(channel: Channel, error: Exception) -> None:
     with suppress(OSError):
-        channel.send(Fault(error_type, args))
+        channel.send(Fault(error))

@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import Any
 
 from executor.draft_client import DraftFailed
-from executor.loops import NO_SPECULATION, Draft
+from executor.loops import Draft
 from executor.observation import DraftWork
 from executor.sequence import Question, Request
-from executor.speculation_cache import Speculation
+from executor.speculation_cache import NO_SPECULATION, Speculation
 from sim.trace import Span
 
 

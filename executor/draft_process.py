@@ -50,8 +50,9 @@ class ProcessDraft(DraftClient):
 
     def _where_it_hangs(self) -> str:
         """The child's traceback, if it is able to give one."""
+        assert self.process.pid is not None  # it was started
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, DUMP_SIGNAL)
+            os.kill(self.process.pid, DUMP_SIGNAL)
         give_up_s = now_s() + _DUMP_TIMEOUT_S
         while not (text := Path(self._dump.name).read_text()) and now_s() < give_up_s:
             time.sleep(0.02)
@@ -76,7 +77,8 @@ def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str)
     try:
         serve(channel, partial(_load, channel, pair, dtype, place))
     finally:
-        channel.close()  # the caller need not wait for the interpreter to end
+        channel.close()
+    os._exit(0)  # nothing is left to do, and the interpreter would take seconds to wind down
 
 
 def _load(channel: PipeChannel, pair: Pair, dtype: str, place: Place) -> tuple[DraftService, dict[str, Any]]:

@@ -84,8 +84,8 @@ def check_faults(pair_name: str, progress: Callable[[str], None] = lambda name: 
 
 
 def _signal(number: signal.Signals, runner: Runner) -> None:
-    assert isinstance(runner.draft, ProcessDraft)
-    os.kill(runner.draft.process.pid or 0, number)
+    assert isinstance(runner.draft, ProcessDraft) and runner.draft.process.pid is not None
+    os.kill(runner.draft.process.pid, number)
 
 
 def _make_it_raise(runner: Runner) -> None:

@@ -75,7 +75,7 @@ class FolderPair:
         """SHA-256 of the weights and the tokenizer."""
         files = {role: _weights(self.folder / role) for role in ROLES}
         files["tokenizer"] = [_tokenizer_file(self.folder, "target")]
-        return {name: _sha256(paths) for name, paths in files.items()}
+        return {name: sha256(*paths) for name, paths in files.items()}
 
     def prompts(self, split: str, num: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         return read_prompts(self.folder / "prompts.jsonl", self.tokenizer, split, num, num_tokens)
@@ -224,7 +224,8 @@ def _weights(folder: Path) -> list[Path]:
     return parts or [_require_file(folder / "model.safetensors")]
 
 
-def _sha256(paths: list[Path]) -> str:
+def sha256(*paths: Path) -> str:
+    """Of the contents of files, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

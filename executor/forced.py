@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from executor.speculation_cache import Speculation
-from executor.target import NOTHING_DRAFTED, Target
+from executor.speculation_cache import NO_SPECULATION, Speculation
+from executor.target import Target
 from sim.errors import BadInput, require_count
 from sim.trace import Outcome
 
@@ -30,7 +30,7 @@ class ForcedTarget(Target):
         if self.recorder.round < 0:
             return super()._judge(row, logits, speculation)
         num_accepted = self._num_accepted(speculation)
-        bonus = super()._judge(row, logits[num_accepted : num_accepted + 1], NOTHING_DRAFTED)
+        bonus = super()._judge(row, logits[num_accepted : num_accepted + 1], NO_SPECULATION)
         return torch.cat((bonus, logits.amax(-1).double()))
 
     def _outcome(self, row: int, speculation: Speculation, numbers: list[float]) -> Outcome:
@@ -38,7 +38,7 @@ class ForcedTarget(Target):
             return super()._outcome(row, speculation, numbers)
         num_rows = len(speculation.tokens) + 1
         self._require_finite(row, numbers[-num_rows:])
-        bonus = super()._outcome(row, NOTHING_DRAFTED, numbers[:-num_rows])
+        bonus = super()._outcome(row, NO_SPECULATION, numbers[:-num_rows])
         return Outcome(self._num_accepted(speculation), bonus.bonus_token)
 
     def _num_accepted(self, speculation: Speculation) -> int:

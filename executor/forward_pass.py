@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from executor.llama_pass import LlamaPass, at, is_llama
+from executor.llama_pass import LlamaPass, is_llama, of_wanted
 
 
 class ForwardPass(Protocol):
     """(rows, n) tokens at (rows, n) positions, a (1 or rows, 1, n, context + n) additive mask -> (rows, n, V) logits.
 
     The keys and values go where the cache is aimed. `wanted` asks for the logits of the last so many tokens only, or, a
-    (rows, m) tensor, for those of the tokens at these places of each row.
+    (rows, m) tensor, for those of the tokens at these places of each row (`llama_pass.of_wanted`).
     """
 
     def __call__(
@@ -45,4 +45,4 @@ class GeneralPass:
             use_cache=True,
             logits_to_keep=wanted if isinstance(wanted, int) else 0,
         )
-        return at(output.logits, wanted) if isinstance(wanted, Tensor) else output.logits
+        return of_wanted(output.logits, wanted)

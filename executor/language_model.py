@@ -14,7 +14,7 @@ from executor.device import put
 from executor.forward_pass import forward_pass
 from executor.head import Head
 from executor.kv_cache import CausalMasks, KvCacheCorrupt, SlotCache, branch_mask, ragged_mask
-from executor.llama_pass import at
+from executor.llama_pass import of_wanted
 from executor.static_pass import MAX_WIDTH, SPARE_SLOTS, Capture, PassCounts, StaticPasses
 from sim.errors import BadInput
 
@@ -25,7 +25,7 @@ class LanguageModel:
     """A transformers causal LM with its KV cache: `num_rows` sequences, numbered from 0, each of its own length.
 
     `texts[row]` are the ids whose keys and values the cache holds, `UNREAD` where they were fed from the device and it
-    was not said which they are; `tokens` and `length` are those of row 0.
+    was not said which they are.
 
     Every logit that leaves belongs to one of the `vocab_size` ids 0, 1, 2 ... (those of the model's configuration if
     nothing is said), whatever the width of the model's head: see `Head` for `token_ids`, the id that each of its rows
@@ -81,23 +81,16 @@ class LanguageModel:
     def _new_cache(self, num_rows: int) -> SlotCache:
         return SlotCache(self._num_layers, self.max_positions + SPARE_SLOTS, num_rows, self.device)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.texts[0]
-
-    @property
-    def length(self) -> int:
-        return self.length_of(0)
-
     def length_of(self, row: int) -> int:
         """Number of slots in use, the context of the row's next token."""
         return self._cache.lengths[self._place[row]]
 
     def with_rows(self, num_rows: int) -> LanguageModel:
-        """The same weights with an empty cache for `num_rows` sequences."""
+        """The same weights with an empty cache for `num_rows` sequences, which takes no more room than their texts
+        need: many rows of all positions would not fit beside the models."""
         other = copy.copy(self)
         other._static = None  # it knows the other cache
-        other._cache = self._new_cache(num_rows)
+        other._cache = SlotCache(self._num_layers, 0, num_rows, self.device)
         other.begin(num_rows)
         return other
 
@@ -238,10 +231,7 @@ class LanguageModel:
         self, places: Sequence[int], tokens: Tensor, positions: Tensor, mask: Tensor, wanted: int | Tensor | None
     ) -> Tensor:
         if self._static is not None and self._is_static(places, tokens.shape[1]):
-            logits = self._static(self._cache, places, tokens, positions, mask)
-            if wanted is not None:
-                logits = logits[:, -wanted:] if isinstance(wanted, int) else at(logits, wanted)
-            return self.head.logits(logits)
+            return self.head.logits(of_wanted(self._static(self._cache, places, tokens, positions, mask), wanted))
         self._cache.aim(places, tokens.shape[1])
         return self.head.logits(self._pass(tokens, positions, mask, self._cache, wanted))
 

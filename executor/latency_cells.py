@@ -32,7 +32,7 @@ class PrefillCell:
     """Either model: the forward pass over a prompt of `context` tokens."""
 
     context: int
-    temperature: float
+    sampling: Sampling
     num_rows: int = 1
 
 
@@ -42,7 +42,7 @@ class VerifyCell:
 
     context: int
     num_tokens: int
-    temperature: float
+    sampling: Sampling
     num_rows: int = 1
 
 
@@ -52,7 +52,7 @@ class DraftStepCell:
 
     context: int
     num_tokens: int
-    temperature: float
+    sampling: Sampling
     num_rows: int = 1
 
 
@@ -65,7 +65,7 @@ class BuildCell:
     num_branches: int
     num_steps: int
     operation: Operation
-    temperature: float
+    sampling: Sampling
     num_rows: int = 1
 
 
@@ -75,7 +75,7 @@ class LookupCell:
 
     context: int
     num_branches: int
-    temperature: float
+    sampling: Sampling
     num_rows: int = 1
 
 
@@ -155,7 +155,7 @@ def _begin(model: LanguageModel, recorder: Recorder, cell: DraftCell) -> Drafter
 def _requests(cell: TargetCell | DraftCell, vocab_size: int) -> list[Request]:
     """One for each row; they never end."""
     prompts = [_tokens(context, vocab_size) for context in _contexts(cell)]
-    rules = (1 << 30, Sampling(cell.temperature), ())
+    rules = (1 << 30, cell.sampling, ())
     return [Request(row, prompt, *rules, seed=SEED) for row, prompt in enumerate(prompts)]
 
 
@@ -201,9 +201,9 @@ def _tokens(num: int, vocab_size: int) -> tuple[int, ...]:
 
 def _speculation(cell: VerifyCell, vocab_size: int) -> Speculation:
     num_drafted = cell.num_tokens - 1
-    if cell.temperature == 0 or num_drafted == 0:
+    if cell.sampling.temperature == 0 or num_drafted == 0:
         return Speculation(Source.SYNCHRONOUS, _tokens(num_drafted, vocab_size))
     generator = torch.Generator().manual_seed(SEED)
-    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), Sampling(cell.temperature))
+    probs = process(torch.randn(num_drafted, vocab_size, generator=generator), cell.sampling)
     uniforms = torch.rand(num_drafted, generator=generator, dtype=torch.float64)
     return Speculation(Source.SYNCHRONOUS, tuple(draw(probs, uniforms).tolist()), probs)

@@ -201,10 +201,10 @@ CASES = (
     Case("SSD, batches of 3, draft", _MIXED, batch_size=3),
     Case("SSD, batches of 3, draft missing", _DRAFT_MISSING, batch_size=3),
     Case("table, batches of 4", _TABLE, batch_size=4),
-    Case("SSD, temperatures .6 and 1.5 in one batch", _MIXED, (_COOL, _HOT), batch_size=4),
-    Case("SD, five settings in one batch", Speculative(2), _UNEQUAL, batch_size=5),
-    Case("SSD, five settings in one batch", _DRAFT_MISSING, _UNEQUAL, batch_size=5),
-    Case("SSD, C = .3, five settings one at a time", _WEIGHTED, _UNEQUAL),
+    Case("SSD, batches of two temperatures", _MIXED, (_COOL, _HOT), batch_size=4),
+    Case("SD, batches of five settings", Speculative(2), _UNEQUAL, batch_size=5),
+    Case("SSD, batches of five settings", _DRAFT_MISSING, _UNEQUAL, batch_size=5),
+    Case("SSD, C = .3, five settings alone", _WEIGHTED, _UNEQUAL),
 )
 
 # ------------------------------------------------------------------------------------------------------------- controls
@@ -258,33 +258,31 @@ def _accepting_everything(target_probs: Tensor, draft_tokens: Tensor, *others: T
 
 
 CONTROLS = (
+    Case("SD: argmax drawn, q tested", Speculative(2), fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
+    Case("SSD hits: argmax drawn, q tested", _HITS, fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
     Case(
-        "SD: argmax drafted, tested with q", Speculative(2), fault=lambda: _replaced(Drafter, "_sample", _with_argmax)
-    ),
-    Case("SSD hits: argmax, tested with q", _HITS, fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
-    Case(
-        "SSD, C = .3: drawn from q', tested with q",
+        "SSD, C = .3: q' drawn, q tested",
         _WEIGHTED,
         fault=lambda: _replaced(Drafter, "_sample", _with_another_law),
     ),
     Case(
-        "SD: drawn from the top 2 of q, tested with q",
+        "SD: processed q drawn, plain q tested",
         Speculative(2),
-        (_TOP_TWO,),
+        (Sampling(3.0, top_k=3),),
         fault=lambda: _replaced(Drafter, "_sample", _with_another_law),
     ),
     Case(
-        "SSD: filler tested with another law",
+        "SSD: filler, another law tested",
         _FILLER,
         fault=lambda: _replaced(target_role, "stated_probs", _filler_with_another_law),
     ),
     Case(
-        "SD: one noise for draft, acceptance and bonus",
+        "SD: one noise for all purposes",
         Speculative(2),
         fault=lambda: _replaced(Draws, "uniforms", _noise_of_one_purpose),
     ),
     Case(
-        "SD: no residual after a rejection",
+        "SD: no residual after rejection",
         Speculative(2),
         fault=lambda: _replaced(target_role, "verify", _without_residual),
     ),

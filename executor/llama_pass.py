@@ -68,8 +68,7 @@ class LlamaPass:
         for layer in self._layers:
             hidden = layer(hidden, shared)
         hidden = hidden.view(*tokens.shape, -1)
-        if wanted is not None:
-            hidden = hidden[:, -wanted:] if isinstance(wanted, int) else at(hidden, wanted)
+        hidden = of_wanted(hidden, wanted)
         return self._head(self._norm(hidden.flatten(0, 1))).view(*hidden.shape[:2], -1)
 
 
@@ -175,6 +174,10 @@ def _rotations(rotary: Any, num_positions: int, like: Tensor) -> Tensor:
     return torch.cat((cos, -first, second), -1)
 
 
-def at(values: Tensor, places: Tensor) -> Tensor:
-    """(rows, n, d) values at (rows, m) places of each row."""
-    return values[torch.arange(len(values), device=values.device)[:, None], places]
+def of_wanted(values: Tensor, wanted: int | Tensor | None) -> Tensor:
+    """(rows, n, d) values -> those of each row's last tokens, or of the tokens at (rows, m) places; all if None."""
+    if wanted is None:
+        return values
+    if isinstance(wanted, int):
+        return values[:, -wanted:]
+    return values[torch.arange(len(values), device=values.device)[:, None], wanted]

@@ -72,10 +72,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The serving role ends with this exception."""
+    """The serving role ends with this exception, which can be pickled."""
 
-    error_type: type[Exception]
-    args: tuple[str, ...]
+    error: Exception
 
 
 Message = Ask | Reply | Built | Call | Result | Fault
@@ -102,9 +101,7 @@ class Channel(Protocol):
 # ------------------------------------------------------------------------------------------------------- as bytes
 
 _ASK, _REPLY, _PICKLED = b"A", b"R", b"P"
-_HEAD = struct.Struct(
-    "<cxxxxxxxqqqd"
-)  # kind, number of the request, rows, an integer, a float; what follows is aligned
+_HEAD = struct.Struct("<c7x3qd")  # kind, number of the request, rows, an integer, a float; what follows is aligned
 _VERIFIED = struct.Struct("<5q")  # row, accepted, bonus token, remaining, tokens since
 _SPECULATION = struct.Struct("<4q")  # source, proposer, draft tokens, vocabulary (0: no distributions)
 _SOURCES, _PROPOSERS = tuple(Source), tuple(Proposer)

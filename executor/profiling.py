@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -35,7 +35,6 @@ from executor.sequence import OpenSequence, Request
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput, require_count
 from sim.latency import LatencySample
-from sim.policy import Autoregressive
 from sim.trace import Operation
 from sim.workload import Sampling, Workload, sampling_to_dict
 
@@ -56,7 +55,7 @@ def measure_agreement(
     draws, so the texts are AR's but for rounding. `progress` is called with the prompts done. Raises `BadInput` if the
     prompts' sampling settings differ: a record is of one law.
     """
-    check_room(Autoregressive(), workload, runner)
+    check_room(workload, runner)
     if workload.max_new_tokens == 0:
         raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
     if len(workload.laws) > 1:
@@ -181,7 +180,7 @@ def top2_gap(runner: Runner, tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class LatencyGrid:
-    """What a policy search may ask for: speculation lengths up to K, numbers of branches, contexts, one temperature.
+    """What a policy search may ask for: speculation lengths up to K, numbers of branches, contexts, one law.
 
     Widths, branches and contexts are those of each row. Up to `batch_size` rows are timed: 1, 2, 4 .. and that number.
     """
@@ -189,7 +188,7 @@ class LatencyGrid:
     max_speculation_length: int
     branch_counts: tuple[int, ...]
     contexts: tuple[int, ...]
-    temperature: float = 0.0
+    sampling: Sampling = field(default_factory=Sampling)
     batch_size: int = 1
 
     def __post_init__(self) -> None:
@@ -212,9 +211,9 @@ class LatencyGrid:
         return [replace(cell, num_rows=rows) for rows in self.batch_sizes() for cell in self._target_cells_of_one_row()]
 
     def _target_cells_of_one_row(self) -> list[TargetCell]:
-        T, widths = self.temperature, range(1, self.max_speculation_length + 2)
-        verifications = [VerifyCell(context, width, T) for context in self.contexts for width in widths]
-        return [*verifications, *(PrefillCell(context, T) for context in self.contexts)]
+        law, widths = self.sampling, range(1, self.max_speculation_length + 2)
+        verifications = [VerifyCell(context, width, law) for context in self.contexts for width in widths]
+        return [*verifications, *(PrefillCell(context, law) for context in self.contexts)]
 
     def draft_cells(self, max_positions: int) -> list[DraftCell]:
         """The prefill, steps, glue passes of every width, and builds that span the contexts a tree step can meet.
@@ -227,21 +226,21 @@ class LatencyGrid:
         return [replace(cell, num_rows=rows) for rows in self.batch_sizes() for cell in one_row]
 
     def _draft_cells_of_one_row(self, max_positions: int) -> list[DraftCell]:
-        K, T = self.max_speculation_length, self.temperature
+        K, law = self.max_speculation_length, self.sampling
         smallest, largest = min(self.contexts), max(self.contexts)
         usual = sorted(self.branch_counts)[len(self.branch_counts) // 2]
         cells: list[DraftCell] = []
         for context in self.contexts:
-            cells += [DraftStepCell(context, num_tokens, T) for num_tokens in (1, 2)]
-            cells += [BuildCell(context, num_drafted, usual, 1, Operation.GLUE, T) for num_drafted in range(K + 1)]
+            cells += [DraftStepCell(context, num_tokens, law) for num_tokens in (1, 2)]
+            cells += [BuildCell(context, num_drafted, usual, 1, Operation.GLUE, law) for num_drafted in range(K + 1)]
             num_drafted = 0 if context == smallest else K
-            cells += [BuildCell(context, num_drafted, b, K, Operation.TREE_STEP, T) for b in self.branch_counts]
-            cells += [PrefillCell(context, T), LookupCell(context, usual, T)]
+            cells += [BuildCell(context, num_drafted, b, K, Operation.TREE_STEP, law) for b in self.branch_counts]
+            cells += [PrefillCell(context, law), LookupCell(context, usual, law)]
         if smallest == largest:
-            cells += [BuildCell(largest, K, b, K, Operation.TREE_STEP, T) for b in self.branch_counts]
+            cells += [BuildCell(largest, K, b, K, Operation.TREE_STEP, law) for b in self.branch_counts]
         farthest = min(largest + (K - 1) * max(self.branch_counts), max_positions - 2 * K - 2)
         if farthest > largest:
-            cells += [BuildCell(farthest, K, b, 1, Operation.TREE_STEP, T) for b in self.branch_counts]
+            cells += [BuildCell(farthest, K, b, 1, Operation.TREE_STEP, law) for b in self.branch_counts]
         return cells
 
 

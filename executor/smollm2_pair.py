@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executor.converted_model import converted_model, sha256
-from executor.folder_pair import read_prompts
+from executor.converted_model import converted_model
+from executor.folder_pair import read_prompts, sha256
 from sim.errors import BadInput
 
 if TYPE_CHECKING:

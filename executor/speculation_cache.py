@@ -31,6 +31,9 @@ class Speculation:
         return Speculation(self.source, self.tokens[:num_tokens], probs, self.proposer)
 
 
+NO_SPECULATION = Speculation(Source.SYNCHRONOUS)  # verified by a prefill and by rounds of AR
+
+
 class SpeculationCache:
     """Outcome -> speculation. Lives one round; each speculation is handed out at most once.
 
@@ -46,9 +49,6 @@ class SpeculationCache:
         # What a hit would wait for is done now, beside the verification.
         self._tokens = list(zip(*(tokens for tokens, _ in steps), strict=True)) if steps else [()] * len(outcomes)
         self._probs = [probs for _, probs in steps if probs is not None]
-
-    def __len__(self) -> int:
-        return len(self._branch)
 
     def __contains__(self, outcome: Outcome) -> bool:
         return outcome in self._branch

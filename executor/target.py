@@ -15,10 +15,8 @@ from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.sampling import draw, penalised, process, stated_probs, verify, verify_greedy
 from executor.sequence import Request
-from executor.speculation_cache import Speculation
-from sim.trace import Operation, Outcome, Source
-
-NOTHING_DRAFTED = Speculation(Source.SYNCHRONOUS)
+from executor.speculation_cache import NO_SPECULATION, Speculation
+from sim.trace import Operation, Outcome
 
 
 class Target:
@@ -42,7 +40,7 @@ class Target:
         self.model.begin(len(requests))
         with self.recorder.span(Operation.PREFILL, sum(map(len, prompts)), contexts=[0] * len(prompts)):
             logits = self.model.feed(rows, prompts, num_logits=[1] * len(prompts))
-            return self._emit(dict.fromkeys(rows, NOTHING_DRAFTED), logits)
+            return self._emit(dict.fromkeys(rows, NO_SPECULATION), logits)
 
     def verify(self, speculations: Mapping[int, Speculation]) -> dict[int, Outcome]:
         """One pass over the pending tokens and the speculations of all rows still open, acceptance, roll-back to what

@@ -1,4 +1,4 @@
-"""A pair on this machine, ready to be measured: the only door from the experiments to the executor."""
+"""A pair on this machine, ready to be measured: the door through which an experiment file reaches the executor."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Bench:
             dataset=pair.dataset,
             prompts=pair.prompts(split, num_prompts, rules.prompt_tokens),
             max_new_tokens=rules.max_new_tokens,
-            temperature=rules.temperature,
             stop_ids=pair.stop_ids if rules.stop_at_end_of_text else (),
             batch_size=rules.batch_size,
+            sampling=(rules.sampling,) * num_prompts,
+            stop_strings=rules.stop_strings,
         )
 
     def check_runs(self, policy: Policy, workload: Workload) -> None:
@@ -75,7 +76,7 @@ class Bench:
             settings.max_speculation_length,
             settings.branch_counts,
             settings.contexts,
-            self.config.workload.temperature,
+            self.config.workload.sampling,
             self.config.workload.batch_size,
         )
         budget_s = settings.latency_budget_s

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from executor.fault_check import Aftermath
     from executor.law_check import Verdict
 
-LAW_HEAD = ("case", "settings", "trials", "total variation", "threshold", "false alarms", "verdict")
+LAW_HEAD = ("case", "settings", "trials", "total variation", "threshold", "verdict")
 FAULTS_HEAD = ("fault", "on failure", "what happened", "after, s", "tokens lost", "verdict")
 
 Progress = Callable[[str], None]
@@ -27,8 +27,6 @@ def run_law_check(progress: Progress) -> list[Verdict]:
 
 def law_rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
     """Cells under `LAW_HEAD`, a row for each comparison."""
-    from executor.law_check import FALSE_ALARM
-
     return [
         (
             verdict.case.name,
@@ -36,12 +34,18 @@ def law_rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
             f"{c.num_trials}",
             f"{c.total_variation:.4f}",
             f"{c.threshold:.4f}",
-            f"{FALSE_ALARM:g}",
             _law_verdict(verdict),
         )
         for verdict in verdicts
         for c in verdict.comparisons
     ]
+
+
+def law_in_words() -> str:
+    """What the thresholds mean."""
+    from executor.law_check import FALSE_ALARM
+
+    return f"a lossless decoder exceeds a threshold with probability {FALSE_ALARM:g}; what is known to be wrong must"
 
 
 def _law_verdict(verdict: Verdict) -> str:

@@ -55,7 +55,7 @@ PolicyText = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
 ]
-Rows = Annotated[
+OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
@@ -94,7 +94,7 @@ def profile(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
-    batch_size: Rows = None,
+    batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
@@ -253,7 +253,7 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
-    batch_size: Rows = None,
+    batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
@@ -359,13 +359,14 @@ def check_law(as_json: AsJson = False) -> None:
     """Decode a toy vocabulary under every kind of policy and compare with exact enumeration; exit code 1 if a law is
     wrong, or if a known-wrong variant passes."""
     console = _console(as_json=as_json)
-    from experiments.checks import LAW_HEAD, law_rows, law_to_json, run_law_check
+    from experiments.checks import LAW_HEAD, law_in_words, law_rows, law_to_json, run_law_check
 
     verdicts = run_law_check(lambda doing: console.print(doing, highlight=False))
     if as_json:
         print(json.dumps(law_to_json(verdicts), indent=1))
     else:
         _print_table(LAW_HEAD, law_rows(verdicts), console)
+        console.print(law_in_words(), highlight=False)
     if not all(verdict.is_right for verdict in verdicts):
         raise typer.Exit(EXIT_NOT_LOSSLESS)
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from experiments.strict_yaml import Document, Keys, Section, read_yaml, validate
 from sim.errors import BadInput
 from sim.policy import Fallback, LateBuild
+from sim.workload import Sampling
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
@@ -25,12 +26,22 @@ class WorkloadConfig(Section):
     files."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=2)]
     prompt_tokens: Count
     calibration_prompts: Annotated[int, Field(ge=5)]
     test_prompts: Annotated[int, Field(ge=2)]
     stop_at_end_of_text: bool = True
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     batch_size: Count = 1
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn, of every prompt."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
 class ProfileConfig(Section):

@@ -36,7 +36,7 @@ from sim.workload import Workload
 
 PAIRS = ("stdlib", "smollm2")  # the first one's figures stand for all; those that cannot be loaded are listed as such
 SPECULATION_LENGTH = 5
-NUM_BRANCHES = 18  # of a row
+NUM_BRANCHES = 12  # of a batch, as long as that leaves each row one for every accept count
 NUM_PROMPTS = 64  # of the test split
 SEED = 20260311
 FEWEST_UNITS = 3
@@ -68,12 +68,14 @@ REDUCED = Sizes(num_tokens=24, budget_s=0.5, batch_sizes=(1, 4))
 
 
 def default_policies(batch_size: int) -> dict[str, Policy]:
-    """AR, SD and SSD of `SPECULATION_LENGTH`, SSD with its branches spread evenly over the accept counts.
+    """AR, SD and SSD of `SPECULATION_LENGTH`, SSD with a row's share of the branches spread evenly over its accept
+    counts: a build takes the longer the more branches the whole batch has.
 
     After a miss the draft model drafts: in a batch for the missing rows alone, since with more rows one of them nearly
     always misses.
     """
-    fan_out = uniform_fan_out(SPECULATION_LENGTH, NUM_BRANCHES)
+    num_branches = max(SPECULATION_LENGTH + 1, NUM_BRANCHES // batch_size)
+    fan_out = uniform_fan_out(SPECULATION_LENGTH, num_branches)
     fallback = Fallback.DRAFT if batch_size == 1 else Fallback.DRAFT_MISSING
     ssd = SpeculativeSpeculative(SPECULATION_LENGTH, fan_out, fan_out, fallback)
     return {"ar": Autoregressive(), "sd": Speculative(SPECULATION_LENGTH), "ssd": ssd}
@@ -90,22 +92,18 @@ def bench_executor(
 ) -> dict[str, Any]:
     """The figures of the first pair, JSON-safe; `other_pairs` holds those of the others, `speedups` those of all.
 
-    `not_run` says which pair cannot be loaded and why; the first one must.
+    `not_run` says which pair cannot be measured and why; the first one must.
     """
     figures: dict[str, dict[str, Any]] = {}
     not_run: dict[str, str] = {}
     for name in pairs:
+        progress(f"load {name}")
         try:
-            pair = load_pair(name)
+            figures[name] = _figures(name, sizes, progress, concurrency)
         except BadInput as error:
             if name == pairs[0]:
                 raise
             not_run[name] = str(error)
-            continue
-        progress(f"load {name}")
-        with open_runner(pair, concurrency) as runner:
-            prompts = _test_prompts(pair, sizes.prompt_tokens)
-            figures[name] = _PairBench(pair, prompts, runner, pair.load("draft"), sizes, progress).figures()
     speedups = {name: of_pair.pop("speedups") for name, of_pair in figures.items()}
     return {
         **figures.pop(pairs[0]),
@@ -117,6 +115,13 @@ def bench_executor(
         "sizes": asdict(sizes),
         "machine": machine(),
     }
+
+
+def _figures(name: str, sizes: Sizes, progress: Callable[[str], None], concurrency: str) -> dict[str, Any]:
+    pair = load_pair(name)
+    prompts = _test_prompts(pair, sizes.prompt_tokens)
+    with open_runner(pair, concurrency) as runner:
+        return _PairBench(pair, prompts, runner, pair.load("draft"), sizes, progress).figures()
 
 
 @dataclass(frozen=True)

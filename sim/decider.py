@@ -62,6 +62,14 @@ def check_decider(policy: object) -> None:
         raise BadInput("policy", "must be a policy, a table of them or an adaptive choice", policy)
 
 
+def check_succession(before: Policy, policy: Policy) -> None:
+    """For what was prepared under one policy and is verified under another: raises `BadInput` if one of them
+    down-weights, because it was drawn for the fan-out list and the C of the policy before."""
+    for one in (before, policy):
+        if isinstance(one, SpeculativeSpeculative) and one.downweight != 1:
+            raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
+
+
 class Chooser:
     """Says under which policy the next round runs: a fixed one, by the number of rows, or as a controller decides."""
 

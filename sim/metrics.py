@@ -314,7 +314,8 @@ def round_efficiency(traces: Seq[Trace]) -> Estimate | None:
         whole: dict[int, float] = {}
         for s in trace.spans:
             if s.operation is Operation.VERIFY:
-                rounds = trace.rounds[place[s.sequence, s.round] :][: s.batch_size]
+                first = place[s.sequence, s.round]
+                rounds = trace.rounds[first : first + s.batch_size]
                 if all(r.source is Source.HIT for r in rounds):
                     used_s = max(s.duration_s, build_s.get((s.sequence, s.round), 0.0))
                     longer[s.sequence] = longer.get(s.sequence, 0.0) + used_s

@@ -510,7 +510,7 @@ def head_mass(draft: Draft, texts: Sequence[Text]) -> float:
 # ---------------------------------------------------------------------------------------------------------- packaging
 
 
-def package(work: Path, target: Path, folder: Path) -> None:
+def package(work: Path, target: Path, folder: Path, departures: str) -> None:
     """Write draft, prompts, figures and model card; the figures are those of the draft as it is stored."""
     torch.set_num_threads(1)
     weights = torch.load(work / "draft.pt", weights_only=True)["weights"]
@@ -539,6 +539,7 @@ def package(work: Path, target: Path, folder: Path) -> None:
         },
         "training": [json.loads(line) for line in (work / "training.jsonl").read_text().splitlines()],
         "recipe": json.loads((work / "recipe.json").read_text()),
+        "departures": departures,
         "versions": {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__},
     }
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
@@ -623,7 +624,7 @@ text), at temperatures {", ".join(f"{t:g}" for t in TEMPERATURES)} in turn. {rec
 target's distribution over the head's ids (cross-entropy), then {recipe["num_last_steps"]} of total variation with a
 falling rate; {recipe["batch_size"]} texts a step; Muon for the matrices, AdamW for the norms; one core, shared with
 other work, so that times are upper bounds. torch {evaluation["versions"]["torch"]}, transformers
-{evaluation["versions"]["transformers"]}.
+{evaluation["versions"]["transformers"]}. {evaluation["departures"]}
 
 | step | time | acceptance in training | held out (every other sampled text) |
 |---|---|---|---|
@@ -659,6 +660,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="after which no batch of texts is begun")
     parser.add_argument("--steps", type=int, default=Recipe.num_steps)
     parser.add_argument("--last-steps", type=int, default=Recipe.num_last_steps)
+    parser.add_argument("--departures", default="", help="what the card must say about how the run left the recipe")
     parser.add_argument("--pair-folder", type=Path, default=PACKAGED, help="where the draft is packaged")
     args = parser.parse_args()
     target = load_smollm2().target_folder
@@ -669,7 +671,7 @@ def main() -> None:
     elif args.stage == "train":
         train(args.work, target, Recipe(args.steps, args.last_steps))
     else:
-        package(args.work, target, args.pair_folder)
+        package(args.work, target, args.pair_folder, args.departures)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ PROMPT = (1, 2)
 NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
 NUM_SEQUENCES = 900
 PLAIN = Sampling(1.0)
+MISSING_ID = 1
 LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed
 
 POLICIES = {
@@ -100,6 +101,23 @@ def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
     trace = run(POLICIES[name], batch_size=3)
     redrafts = POLICIES[name].fallback is Fallback.DRAFT
     assert (Source.REDRAFTED in {r.source for r in trace.rounds}) == redrafts
+    assert p_value(trace.sequences) > LEVEL
+
+
+class LacksAnId(HashModel):
+    """As a draft with a reduced head: of one id it says nothing."""
+
+    def _logits(self, row, seen):
+        return super()._logits(row, seen).index_fill(-1, torch.tensor(MISSING_ID), -torch.inf)
+
+
+@pytest.mark.parametrize("name", ["SD", "SSD, mixed, draft"])
+def test_a_draft_that_lacks_an_id_changes_no_law(name: str) -> None:
+    target, draft = models()[0], LacksAnId(VOCAB_SIZE, seed=0, own_seed=1, agreement=0.3)
+    rules = Workload("toy", (PROMPT,) * (NUM_SEQUENCES // 2), NUM_TOKENS, temperature=1.0)
+    trace = execute(POLICIES[name], rules, serial_runner(target, draft), seed=11)
+    assert any(MISSING_ID in sequence.tokens for sequence in trace.sequences)
+    assert sum(r.num_accepted for r in trace.rounds) > 0
     assert p_value(trace.sequences) > LEVEL
 
 

@@ -23,7 +23,7 @@ def named(cases, part: str) -> Case:
     return next(case for case in cases if part in case.name)
 
 
-@pytest.mark.parametrize("part", ["table", "five settings in one batch", "temperatures"])
+@pytest.mark.parametrize("part", ["table", "batches of five settings", "batches of two temperatures"])
 def test_what_is_lossless_passes(part: str) -> None:
     case = named(CASES, part)
     verdict = verdict_of(case, 75)
@@ -31,7 +31,7 @@ def test_what_is_lossless_passes(part: str) -> None:
     assert [c.setting for c in verdict.comparisons] == list(case.settings)
 
 
-@pytest.mark.parametrize("part", ["SD: argmax", "every draft token accepted"])
+@pytest.mark.parametrize("part", ["SD: argmax drawn", "every draft token accepted"])
 def test_what_is_wrong_is_caught_and_left_as_it_was(part: str) -> None:
     control = named(CONTROLS, part)
     assert verdict_of(control).is_right

@@ -56,12 +56,18 @@ def test_asks_and_replies_survive_a_pipe(number: int, rows: dict, policy, tells_
         Call(3, "score", ([1],), {"num_rows": 2}),
         Result(3, {"pid": 1}),
         Built(4, 0.5),
-        Fault(BadInput, ("name", "rule")),
     ],
 )
 def test_other_messages_survive_too(message) -> None:
     assert from_bytes(to_bytes(message)) == message
     assert pickle.loads(pickle.dumps(message)) == message
+
+
+@pytest.mark.parametrize("error", [BadInput("pair: draft", "must be: there", [1]), DraftFailed("it failed")])
+def test_a_fault_arrives_as_the_exception_that_it_was(error) -> None:
+    received = from_bytes(to_bytes(Fault(error)))
+    assert isinstance(received, Fault)
+    assert type(received.error) is type(error) and str(received.error) == str(error)
 
 
 class ScriptedClient(DraftClient):
@@ -139,7 +145,7 @@ def test_results_come_in_the_order_of_the_calls() -> None:
 
 def test_a_closed_end_is_noticed_again_and_again() -> None:
     client = ScriptedClient()
-    client.draft.send(Fault(BadInput, ("pair", "is missing")))
+    client.draft.send(Fault(BadInput("pair", "is missing")))
     client.draft.close()
     with pytest.raises(BadInput, match="pair: is missing"):
         client.result()

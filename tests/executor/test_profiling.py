@@ -94,9 +94,12 @@ def test_the_gap_is_between_the_two_largest_logits(tiny_serial) -> None:
 GRID = LatencyGrid(max_speculation_length=3, branch_counts=(1, 4, 8), contexts=(12, 40))
 
 
-@pytest.mark.parametrize(("temperature", "batch_size"), [(0.0, 1), (1.0, 1), (0.0, 3)])
-def test_every_block_visits_every_cell(temperature: float, batch_size: int) -> None:
-    grid = LatencyGrid(3, (1, 4, 8), (12, 40), temperature, batch_size)
+@pytest.mark.parametrize(
+    ("sampling", "batch_size"),
+    [(Sampling(), 1), (Sampling(1.0), 1), (Sampling(), 3), (Sampling(0.7, top_k=3, repetition_penalty=1.2), 2)],
+)
+def test_every_block_visits_every_cell(sampling: Sampling, batch_size: int) -> None:
+    grid = LatencyGrid(3, (1, 4, 8), (12, 40), sampling, batch_size)
     reports = []
     profile = measure_latency(hash_runner(), grid, 0.0, min_blocks=5, progress=lambda *done: reports.append(done))
     assert profile.num_blocks == 5

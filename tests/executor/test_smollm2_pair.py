@@ -10,6 +10,7 @@ import torch
 import executor.smollm2_pair
 from executor.concurrency import open_runner
 from executor.execute import execute
+from executor.folder_pair import sha256
 from executor.language_model import LanguageModel
 from executor.pairs import load_pair
 from executor.smollm2_models import assembled, compressed, restored
@@ -127,7 +128,7 @@ def test_a_block_gives_the_logits_of_its_tokens_one_by_one(runner) -> None:
 @needs_the_target
 def test_every_decoder_writes_the_targets_greedy_text(runner) -> None:
     pair = runner.pair
-    workload = Workload("smollm2", pair.prompts("test", 2, 32), 10, temperature=0.0, stop_ids=pair.stop_ids)
+    workload = Workload("smollm2", pair.prompts("test", 2, 24), 8, temperature=0.0, stop_ids=pair.stop_ids)
     expected = [sequence.tokens for sequence in execute(Autoregressive(), workload, runner).sequences]
     for policy in (Speculative(3), SpeculativeSpeculative(3, (3, 2, 1, 1), (3, 2, 1, 1), Fallback.NGRAM)):
         trace = execute(policy, workload, runner)
@@ -138,6 +139,6 @@ def test_every_decoder_writes_the_targets_greedy_text(runner) -> None:
 @needs_the_target
 def test_the_identity_speaks_of_the_file_and_the_draft(runner) -> None:
     hashes = runner.identity()["sha256"]
-    assert hashes["target"] == executor.converted_model.sha256(executor.smollm2_pair.find_gguf())
-    assert hashes["draft"] == executor.converted_model.sha256(PACKAGED / "draft" / "model.safetensors")
+    assert hashes["target"] == sha256(executor.smollm2_pair.find_gguf())
+    assert hashes["draft"] == sha256(PACKAGED / "draft" / "model.safetensors")
     assert Path(runner.pair.target_folder).name.startswith(hashes["target"])

@@ -7,6 +7,7 @@ import pytest
 
 from experiments.config import QUICKSTART, load_config
 from sim.errors import BadInput
+from sim.workload import Sampling
 
 TEXT = QUICKSTART.read_text()
 
@@ -126,6 +127,12 @@ def test_every_experiment_that_comes_along_is_valid(path: Path) -> None:
     config = load_config(path)
     assert config.name == path.stem
     assert load_config(path, reduced=True).workload.test_prompts < config.workload.test_prompts
+
+
+def test_settings_of_the_next_token_are_those_of_every_prompt(tmp_path: Path) -> None:
+    settings = "temperature: 0.7\n  top_k: 40\n  top_p: 0.9\n  min_p: 1e-2\n  repetition_penalty: 1.1"
+    workload = load_config(changed(tmp_path, "temperature: 0.0", settings)).workload
+    assert workload.sampling == Sampling(0.7, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
 
 
 def test_batches_come_whole(tmp_path: Path) -> None:
