@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from copy import copy
+from typing import Any, TypeVar
 
 from executor.draft_service import DraftService
 from executor.messages import LOADING, Ask, Built, Call, Channel, Fault, Message, Reply, Result
@@ -18,7 +19,8 @@ from sim.errors import BadInput, RunFailed
 from sim.policy import Autoregressive, SpeculativeSpeculative
 from sim.trace import Span
 
-ANSWER_TIMEOUT_S = 6.0  # for what a decoder asks; loading and profiling may take as long as they like
+T = TypeVar("T")
+ANSWER_TIMEOUT_S = 6.0  # for what a decoder asks; loading and profiling may take longer if something is done
 
 
 class DraftFailed(RunFailed):
@@ -30,6 +32,8 @@ class DraftClient(ABC):
 
     A reply is used only if it repeats the number, and the outcomes, of the request that is waited for; others come
     late, to a request that nobody waits for any more, or twice, and are dropped.
+
+    What has failed once stays failed: whatever is asked of it afterwards ends with the same error.
     """
 
     def __init__(self, channel: Channel, answer_timeout_s: float) -> None:
@@ -37,6 +41,7 @@ class DraftClient(ABC):
         self._answer_timeout_s = answer_timeout_s
         self._number = LOADING  # of the last request
         self._awaited: deque[int] = deque([LOADING])  # calls whose results will be asked for
+        self._failure: Fault | None = None
         self._tells_builds = False
         self._building: dict[int, DraftWork] = {}  # by number of the question
         self.work = DraftWork()
@@ -49,14 +54,14 @@ class DraftClient(ABC):
     def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         self._awaited.clear()  # whatever an interrupted run has left
         self._tells_builds = tells_builds
-        self.start("begin", requests)
+        self._call(self._answer_timeout_s, "begin", requests)
 
     def wait(self) -> None:
         self._result(self._answer_timeout_s)
 
     def speculate(self, question: Question) -> dict[int, Speculation]:
         ask = Ask(self._next_number(), question, self._tells_builds)
-        self._send(ask)
+        self._send(ask, self._answer_timeout_s)
         while True:
             match self._receive(self._answer_timeout_s):
                 case Reply() as reply if reply.number == ask.number and reply.verified == question.verified:
@@ -81,19 +86,23 @@ class DraftClient(ABC):
             self._building.pop(message.number).build_s = message.build_s
 
     def spans(self) -> list[Span]:
-        self.start("spans")
+        self._call(self._answer_timeout_s, "spans")
         return self._result(self._answer_timeout_s)
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Have the draft call a method of its service; `result` waits for what it gives."""
+        self._call(None, method, *args, **kwargs)
+
+    def _call(self, timeout_s: float | None, method: str, *args: Any, **kwargs: Any) -> None:
         call = Call(self._next_number(), method, args, kwargs)
         self._awaited.append(call.number)
-        self._send(call)
+        self._send(call, timeout_s)
 
     def is_done(self) -> bool:
-        return self._channel.is_ready()
+        return self._failure is not None or self._channel.is_ready()
 
     def result(self) -> Any:
+        """However long it takes, as long as the draft works."""
         return self._result(None)
 
     def _result(self, timeout_s: float | None) -> Any:
@@ -108,22 +117,41 @@ class DraftClient(ABC):
         self._number += 1
         return self._number
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, timeout_s: float | None) -> None:
         # A draft that failed has said why before it closed its end: `_receive` finds that.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.send(message)
+            if self._failure is None:
+                self._patiently(timeout_s, lambda limit_s: self._channel.send(message, limit_s))
 
     def _receive(self, timeout_s: float | None) -> Message:
-        try:
-            message = self._channel.receive(timeout_s)
-        except (EOFError, ConnectionResetError):
-            raise DraftFailed(self._how_it_died()) from None
-        except TimeoutError:
-            raise DraftFailed(f"the draft has not answered for {timeout_s} s and {self._give_up()}") from None
+        message: Message | None = self._failure
+        if message is None:
+            try:
+                message = self._patiently(timeout_s, self._channel.receive)
+            except (EOFError, ConnectionResetError):
+                message = Fault(DraftFailed(self._how_it_died()))
         if isinstance(message, Fault):
-            raise message.error
+            self._failure = message
+            raise copy(message.error)
         self._note(message)
         return message
+
+    def _patiently(self, timeout_s: float | None, wait: Callable[[float], T]) -> T:
+        """Wait for the draft; without a limit as long as it works at all."""
+        while True:
+            before_s = self._worked_s()
+            try:
+                return wait(timeout_s or self._answer_timeout_s)
+            except TimeoutError:
+                if timeout_s is None and self._worked_s() != before_s:
+                    continue
+            what = f"not answered for {timeout_s} s" if timeout_s else f"done nothing for {self._answer_timeout_s} s"
+            self._failure = Fault(DraftFailed(f"the draft has {what} and {self._give_up()}"))
+            raise copy(self._failure.error)
+
+    @abstractmethod
+    def _worked_s(self) -> float:
+        """A number that stays the same only if it does nothing, as far as can be told."""
 
     @abstractmethod
     def _how_it_died(self) -> str:

@@ -41,7 +41,10 @@ class ExpendableDraft:
     def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
         self._sequences, self._num_rounds = [request.index for request in requests], 0
         if self.failure is None:
-            self._draft.begin(requests, tells_builds=tells_builds)
+            try:
+                self._draft.begin(requests, tells_builds=tells_builds)
+            except DraftFailed as error:
+                self._give_up(self._sequences[0], error)
 
     def wait(self) -> None:
         if self.failure is None:

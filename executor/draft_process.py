@@ -15,6 +15,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from executor.channel import PipeChannel
+from executor.child import start_child
 from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient, serve, upcoming
 from executor.draft_service import DraftService
 from executor.pairs import Pair
@@ -31,17 +32,23 @@ class ProcessDraft(DraftClient):
 
     def __init__(self, pair: Pair, dtype: str, place: Place, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._dump = NamedTemporaryFile(prefix="draft-")  # noqa: SIM115 - as long as the process
-        context = multiprocessing.get_context("spawn")
-        own_end, child_end = context.Pipe()
-        args = (child_end, pair, dtype, place, self._dump.name)
-        self.process = context.Process(target=run, args=args, daemon=True, name="draft")
-        self.process.start()
+        own_end, child_end = multiprocessing.Pipe()
+        self.process = start_child(run, child_end, pair, dtype, place, self._dump.name, name="draft")
         child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
         super().__init__(PipeChannel(own_end), answer_timeout_s)
 
     def _how_it_died(self) -> str:
         self.process.join(_STOP_TIMEOUT_S)
-        return f"the draft process died with exit code {self.process.exitcode}"
+        code = self.process.exitcode
+        return f"the draft process {'has closed its pipe' if code is None else f'died with exit code {code}'}"
+
+    def _worked_s(self) -> float:
+        """Its processor time, and the time as long as it waits for a disk."""
+        try:
+            state, *fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        return now_s() if state == "D" else sum(map(float, fields[10:12])) / os.sysconf("SC_CLK_TCK")
 
     def _give_up(self) -> str:
         where = self._where_it_hangs()
@@ -72,7 +79,6 @@ def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str)
     """Main function of the child: serve until the caller closes its end of the pipe."""
     dump_file = Path(dump).open("w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(DUMP_SIGNAL, dump_file, all_threads=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; it closes the pipe
     channel = PipeChannel(connection)
     try:
         serve(channel, partial(_load, channel, pair, dtype, place))

@@ -12,6 +12,7 @@ from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient, serve, upcoming
 from executor.draft_service import DraftService
 from executor.pairs import Pair
 from executor.place import Place
+from executor.recorder import now_s
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -24,6 +25,9 @@ class ThreadDraft(DraftClient):
         super().__init__(own_end, answer_timeout_s)
         self.thread = threading.Thread(target=_run, args=(its_end, pair, dtype, place), daemon=True, name="draft")
         self.thread.start()
+
+    def _worked_s(self) -> float:
+        return now_s()  # it may wait for another thread that works for it
 
     def _how_it_died(self) -> str:
         return "the draft thread has ended"

@@ -8,11 +8,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from executor.concurrency import Runner
+from executor.draft_client import DraftFailed
 from executor.draft_failure import ExpendableDraft, OnDraftFailure
 from executor.forced import ForcedTarget
 from executor.loops import Choose, Draft, autoregressive, speculative
 from executor.observation import Observer
 from executor.sequence import NewTokens, OpenBatch, Request
+from executor.static_pass import PassCounts
 from executor.target import Target
 from sim.decider import Chooser, Decider
 from sim.errors import BadInput
@@ -79,7 +81,7 @@ def execute(
         target, trace.policy = ForcedTarget(target, counts), trace.policy | {FORCED: list(counts)}
     expendable = ExpendableDraft(runner.draft)
     draft: Draft = expendable if on_draft_failure == OnDraftFailure.CONTINUE else runner.draft
-    captures = runner.capture() if runner.graphs else {}
+    captures = _captures(runner, on_draft_failure) if runner.graphs else {}
     num_bad_rows_before = target.num_bad_draft_rows
     asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
     tokenizer = tokenizer_for(workload, runner, is_shown=on_tokens is not None)
@@ -108,6 +110,16 @@ def execute(
         "num_without_draft": 0 if role is None else _beyond_the_draft(workload, runner),
     }
     return trace
+
+
+def _captures(runner: Runner, on_draft_failure: str) -> dict[str, PassCounts]:
+    """What the roles have recorded; nothing where the draft has failed and the run goes on without it."""
+    try:
+        return runner.capture()
+    except DraftFailed:
+        if on_draft_failure != OnDraftFailure.CONTINUE:
+            raise
+        return {}
 
 
 def _beyond_the_draft(workload: Workload, runner: Runner) -> int:

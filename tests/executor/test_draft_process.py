@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,11 @@ POLICY = SpeculativeSpeculative(4, (2,) * 5, (3,) * 5)
 
 @pytest.fixture(scope="module")
 def drafts(tiny_pair):
-    """Children for tests that end them; they load side by side."""
+    """Children for tests that end them; they load side by side. The last two are going to hang."""
     cores = sorted(os.sched_getaffinity(0))
     drafts = [
-        ProcessDraft(tiny_pair, "float64", Place(core=cores[i % len(cores)]), answer_timeout_s=1.0) for i in range(4)
+        ProcessDraft(tiny_pair, "float64", Place(core=cores[i % len(cores)]), timeout_s)
+        for i, timeout_s in enumerate((60.0, 60.0, 1.0, 1.0))
     ]
     for draft in drafts:
         draft.wait_until_loaded()
@@ -47,7 +50,7 @@ def test_an_exception_in_the_child_arrives_with_its_traceback(drafts) -> None:
     draft.begin([unknown_token])
     with pytest.raises(DraftFailed, match=r"(?s)Traceback.*language_model\.py.*index out of range"):
         draft.wait()
-    with pytest.raises(DraftFailed, match="died"):
+    with pytest.raises(DraftFailed, match="index out of range"):  # said again, not that its process has ended
         draft.speculate(Question(POLICY, {0: Verified(Outcome(0, 1), remaining=4)}))
     draft.process.join(10)
     assert not draft.process.is_alive()
@@ -94,14 +97,24 @@ def test_replies_that_nobody_waits_for_are_dropped_and_a_stopped_child_is_ended(
         speculations.append(draft.speculate(Question(POLICY, FIRST_TOKEN))[0].tokens)
         for token in range(num_left_open):  # the caller is interrupted before it has read the reply
             question = Question(POLICY, {0: Verified(Outcome(0, token), 3)})
-            draft._send(Ask(draft._next_number(), question))
+            draft._send(Ask(draft._next_number(), question), timeout_s=None)
     assert len(set(speculations)) == 1 and len(speculations[0]) == 4
     os.kill(draft.process.pid, signal.SIGSTOP)
-    draft.begin([REQUEST])
-    with pytest.raises(DraftFailed, match="did not say where"):
+    with pytest.raises(DraftFailed, match=r"(?s)has not answered for 1.0 s.*did not say where"):
+        draft.begin([replace(REQUEST, prompt=(1,) * 10**6)])  # more than the pipe holds
+    with pytest.raises(DraftFailed, match="has not answered"):
         draft.wait()
     draft.process.join(5)
     assert not draft.process.is_alive()
+
+
+def test_a_child_that_does_nothing_while_it_should_load_is_ended(tiny_pair) -> None:
+    with closing(ProcessDraft(tiny_pair, "float64", Place(), answer_timeout_s=0.2)) as draft:
+        os.kill(draft.process.pid, signal.SIGSTOP)
+        with pytest.raises(DraftFailed, match=r"(?s)has done nothing for 0.2 s.*its process was ended"):
+            draft.wait_until_loaded()
+        draft.process.join(5)
+        assert not draft.process.is_alive()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
@@ -126,40 +139,66 @@ def test_a_run_survives_its_draft_if_told_so(tiny_pair, tiny_serial) -> None:
             execute(POLICY, rules, runner)
 
 
+LOADING_CHILD = """
+import multiprocessing, sys, time
+from executor.child import start_child
+
+def load(connection):
+    connection.send("alive")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    own_end, child_end = multiprocessing.Pipe()
+    child = start_child(load, child_end, name="draft")
+    own_end.recv()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+RUNNER = """
+import sys, time
+from executor.concurrency import open_runner
+from executor.pairs import load_pair
+
+if __name__ == "__main__":
+    with open_runner(load_pair(sys.argv[1]), "processes") as runner:
+        print(runner.draft.process.pid, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "sent"), [(LOADING_CHILD, signal.SIGKILL), (LOADING_CHILD, signal.SIGINT), (RUNNER, signal.SIGINT)]
+)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores in the affinity mask")
-def test_a_killed_or_interrupted_parent_leaves_no_child(tiny_pair, tmp_path) -> None:
-    program = tmp_path / "parent.py"
-    program.write_text(
-        "import sys, time\n"
-        "from executor.concurrency import open_runner\n"
-        "from executor.pairs import load_pair\n"
-        "if __name__ == '__main__':\n"
-        "    with open_runner(load_pair(sys.argv[1]), 'processes') as runner:\n"
-        "        print(runner.draft.process.pid, flush=True)\n"
-        "        time.sleep(600)\n"
+def test_a_killed_or_interrupted_parent_leaves_no_child(program: str, sent, tiny_pair, tmp_path) -> None:
+    """A child that is busy with something else, and one that serves."""
+    file = tmp_path / "parent.py"
+    file.write_text(program)
+    parent = subprocess.Popen(
+        [sys.executable, str(file), str(tiny_pair.folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    command = [sys.executable, str(program), str(tiny_pair.folder)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    parents = [
-        # A terminal's Ctrl-C reaches every process of the group.
-        subprocess.Popen(command, env=environment, start_new_session=True, **streams)
-        for _ in range(2)
-    ]
     try:
-        children = [int(parent.stdout.readline()) for parent in parents]
-        assert all(map(is_running, children))
-        parents[0].kill()
-        os.killpg(parents[1].pid, signal.SIGINT)
-        deadline_s = time.monotonic() + 5
-        while any(map(is_running, children)) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        assert not any(map(is_running, children))
-    finally:
-        for parent in parents:
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        if sent == signal.SIGKILL:
             parent.kill()
-            parent.wait(10)
-            parent.stdout.close()
+        else:
+            os.killpg(parent.pid, sent)  # a terminal's Ctrl-C reaches every process of the group
+        deadline_s = time.monotonic() + 5
+        while is_running(child) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not is_running(child)
+        assert parent.stderr.read().count("Traceback") == (sent != signal.SIGKILL)  # the parent's own
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
+        parent.stderr.close()
 
 
 def is_running(pid: int) -> bool:

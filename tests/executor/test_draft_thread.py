@@ -69,7 +69,7 @@ def workload(temperature: float = 0.0, batch_size: int = 1) -> Workload:
     return Workload("test", PROMPTS, 16, temperature, stop_ids=(3,), batch_size=batch_size)
 
 
-def two_threads(own: dict[str, HashModel], answer_timeout_s: float = 5.0):
+def two_threads(own: dict[str, HashModel], answer_timeout_s: float = 60.0):
     return open_runner(FakePair(models=own), "streams", answer_timeout_s=answer_timeout_s)
 
 
@@ -137,7 +137,7 @@ def test_an_exception_in_the_thread_ends_the_run_or_makes_it_ar(num: int) -> Non
 
 def test_a_thread_that_hangs_is_left_behind_and_says_where() -> None:
     release = threading.Event()
-    with two_threads(models() | {"draft": FailingModel(2, release.wait)}, answer_timeout_s=0.2) as runner:
+    with two_threads(models() | {"draft": FailingModel(2, release.wait)}, answer_timeout_s=1.0) as runner:
         with pytest.raises(DraftFailed, match=r"(?s)left behind.*test_draft_thread\.py.*in feed"):
             execute(Speculative(3), workload(), runner)
         release.set()

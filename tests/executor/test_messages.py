@@ -1,5 +1,7 @@
 """Every message arrives as it was sent, and a reply is used only for what it answers."""
 
+import multiprocessing
+import os
 import pickle
 import threading
 
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.channel import queue_channels
+from executor.channel import _LENGTH, PipeChannel, queue_channels
 from executor.draft_client import DraftClient, DraftFailed
 from executor.messages import Ask, Built, Call, Fault, Reply, Result, from_bytes, to_bytes
 from executor.sequence import Question, Verified
@@ -77,6 +79,11 @@ class ScriptedClient(DraftClient):
         own_end, self.draft = queue_channels()
         super().__init__(own_end, answer_timeout_s=0.05)
 
+    worked_s = iter(())  # what `_worked_s` says in turn, then always the same
+
+    def _worked_s(self) -> float:
+        return next(self.worked_s, 0.0)
+
     def _how_it_died(self) -> str:
         return "dead"
 
@@ -143,15 +150,102 @@ def test_results_come_in_the_order_of_the_calls() -> None:
     assert (client.result(), client.result()) == ("one", "two")
 
 
+def test_what_does_nothing_is_not_waited_for() -> None:
+    """Without a limit of time as long as something is done: here for three times the time to answer."""
+    client = ScriptedClient()
+    client.worked_s = iter((1.0, 2.0, 2.0, 3.0))  # before and after each wait
+    with pytest.raises(DraftFailed, match=r"has done nothing for 0.05 s and was given up"):
+        client.result()
+    assert list(client.worked_s) == []
+    client.draft.send(Result(0, "late"))
+    client.start("more")
+    with pytest.raises(DraftFailed, match="has done nothing"):
+        client.result()
+
+
+def test_a_failure_is_told_again_and_again() -> None:
+    client = ScriptedClient()
+    client.start("one")
+    client.draft.send(Fault(DraftFailed("it broke")))
+    client.draft.close()
+    for _ in range(2):
+        with pytest.raises(DraftFailed, match="it broke"):
+            client.speculate(QUESTION)
+    assert client.is_done()
+    client.begin([])
+    with pytest.raises(DraftFailed, match="it broke"):
+        client.wait()
+
+
 def test_a_closed_end_is_noticed_again_and_again() -> None:
     client = ScriptedClient()
-    client.draft.send(Fault(BadInput("pair", "is missing")))
     client.draft.close()
-    with pytest.raises(BadInput, match="pair: is missing"):
-        client.result()
     for _ in range(2):
         with pytest.raises(DraftFailed, match="dead"):
             client.speculate(QUESTION)
+
+
+def test_a_refusal_keeps_its_kind() -> None:
+    client = ScriptedClient()
+    client.draft.send(Fault(BadInput("pair", "is missing")))
+    client.draft.close()
+    for _ in range(2):
+        with pytest.raises(BadInput, match="pair: is missing"):
+            client.result() if client._awaited else client.speculate(QUESTION)
+
+
+@pytest.fixture
+def pipe():
+    ends = [PipeChannel(connection) for connection in multiprocessing.Pipe()]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+LONG = Result(1, bytes(2**21))  # many times what a pipe holds
+
+
+def test_two_ends_that_send_at_once_do_not_wait_for_each_other(pipe) -> None:
+    sender = threading.Thread(target=pipe[0].send, args=(LONG,))
+    sender.start()
+    pipe[1].send(LONG)
+    assert pipe[1].receive() == LONG
+    sender.join()
+    assert pipe[0].peek() == pipe[0].receive() == LONG
+
+
+def test_what_a_full_pipe_holds_back_is_not_lost(pipe) -> None:
+    """The second attempt begins with what the first one left."""
+    with pytest.raises(TimeoutError):
+        pipe[0].send(LONG, timeout_s=0.02)
+    sender = threading.Thread(target=pipe[0].send, args=(Result(2, "short"),))
+    sender.start()
+    assert [pipe[1].receive(), pipe[1].receive()] == [LONG, Result(2, "short")]
+    sender.join()
+
+
+def test_half_a_message_is_waited_for_no_longer_than_told(pipe) -> None:
+    data = to_bytes(Result(1, "whole"))
+    written = _LENGTH.pack(len(data)) + data
+    os.write(pipe[0]._fd, written[:-3])
+    assert not pipe[1].is_ready() and pipe[1].peek() is None
+    with pytest.raises(TimeoutError):
+        pipe[1].receive(timeout_s=0.05)
+    os.write(pipe[0]._fd, written[-3:])
+    assert pipe[1].receive() == Result(1, "whole")
+
+
+def test_an_end_is_found_behind_what_was_sent(pipe) -> None:
+    pipe[1].send(Result(7, "never read"))
+    pipe[0].send(Result(1, "last"))
+    pipe[0].close()
+    assert pipe[1].receive() == Result(1, "last")
+    assert pipe[1].is_ready()
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            pipe[1].receive()
+    with pytest.raises(BrokenPipeError):
+        pipe[1].send(LONG)
 
 
 def test_a_thread_sees_what_the_next_request_brings() -> None:

@@ -1,11 +1,13 @@
 """The agreement record says what the two models say; the latency grid covers what the decoders do."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import executor.profiling
 from executor.execute import execute
 from executor.latency_cells import BuildCell
 from executor.profiling import LatencyGrid, measure_agreement, measure_latency, top2_gap
@@ -122,8 +124,12 @@ def test_rows_that_are_timed() -> None:
     assert sizes == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 9]]
 
 
-def test_a_larger_budget_buys_more_blocks() -> None:
-    assert measure_latency(hash_runner(), GRID, budget_s=1.0, min_blocks=1).num_blocks > 1
+@pytest.mark.parametrize(("budget_s", "num_blocks"), [(0.0, 1), (2.0, 1), (3.0, 2), (4.5, 4)])
+def test_a_larger_budget_buys_more_blocks(budget_s: float, num_blocks: int, monkeypatch) -> None:
+    """By a clock on which a block takes a second: one more is begun if it will end within the budget."""
+    monkeypatch.setattr(executor.profiling, "now_s", itertools.count().__next__)
+    grid = LatencyGrid(max_speculation_length=1, branch_counts=(1,), contexts=(8,))
+    assert measure_latency(hash_runner(), grid, budget_s, min_blocks=1).num_blocks == num_blocks
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
