@@ -35,7 +35,6 @@ from executor.sequence import OpenSequence, Request
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput, require_count
 from sim.latency import LatencySample
-from sim.policy import Autoregressive
 from sim.trace import Operation
 from sim.workload import Sampling, Workload, sampling_to_dict
 
@@ -54,9 +53,12 @@ def measure_agreement(
 
     Prompts of equal length are decoded as one batch. They draw the random numbers that an AR run with this seed
     draws, so the texts are AR's but for rounding. `progress` is called with the prompts done. Raises `BadInput` if the
-    prompts' sampling settings differ: a record is of one law.
+    prompts' sampling settings differ: a record is of one law. So it does where the draft has too few positions to score
+    a text to its end.
     """
-    check_room(Autoregressive(), workload, runner)
+    num_candidates = require_count("num_candidates", num_candidates, 1)
+    check_room(workload, runner)
+    _check_room_to_score(workload, runner.pair.max_positions)
     if workload.max_new_tokens == 0:
         raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
     if len(workload.laws) > 1:
@@ -85,6 +87,13 @@ def measure_agreement(
         prompt_tokens=workload.prompts,
         **values,
     )
+
+
+def _check_room_to_score(workload: Workload, limit: int) -> None:
+    """Raises `BadInput` unless all but the last token of every text have positions in both models."""
+    needed = max(map(len, workload.prompts)) + workload.max_new_tokens - 1
+    if needed > limit:
+        raise BadInput("workload", f"prompts with max_new_tokens must fit the draft's {limit} positions", needed)
 
 
 @dataclass(frozen=True)
