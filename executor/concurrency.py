@@ -115,7 +115,6 @@ class Runner:
         return {
             "pair": self.pair.name,
             "sha256": self.pair.hashes,
-            "device": "cpu",
             "cpu_model": _cpu_model(),
             "num_cores": os.cpu_count(),
             "dtype": str(self.target.model.dtype).removeprefix("torch."),

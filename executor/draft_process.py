@@ -77,7 +77,8 @@ def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str)
     try:
         serve(channel, partial(_load, channel, pair, dtype, place))
     finally:
-        channel.close()  # the caller need not wait for the interpreter to end
+        channel.close()
+    os._exit(0)  # nothing is left to do, and the interpreter would take seconds to wind down
 
 
 def _load(channel: PipeChannel, pair: Pair, dtype: str, place: Place) -> tuple[DraftService, dict[str, Any]]:

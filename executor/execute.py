@@ -68,20 +68,18 @@ def execute(
     """
     chooser = Chooser(decider)
     observer = None if chooser.controller is None else Observer(chooser.controller)
+    if on_draft_failure not in list(OnDraftFailure):
+        raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
+    check_room(workload, runner)
     for policy in policies_of(decider):
         check_runs(policy, workload)
-    check_room(workload, runner)
     trace = Trace(policy=decider.to_dict(), workload=workload.identity())
     target = runner.target
     if forced_acceptance is not None:
         target = forced = ForcedTarget(target, forced_acceptance)
         trace.policy |= {FORCED: list(forced.accept_counts)}
-    draft: Draft = runner.draft
-    expendable = ExpendableDraft(draft)
-    if on_draft_failure not in list(OnDraftFailure):
-        raise BadInput("on_draft_failure", f"must be one of {', '.join(OnDraftFailure)}", on_draft_failure)
-    if on_draft_failure == OnDraftFailure.CONTINUE:
-        draft = expendable
+    expendable = ExpendableDraft(runner.draft)
+    draft: Draft = expendable if on_draft_failure == OnDraftFailure.CONTINUE else runner.draft
     captures = runner.capture() if runner.graphs else {}
     num_bad_rows_before = target.num_bad_draft_rows
     asked = [replace(request, log_probs=log_probs, audit=audit) for request in requests(workload, seed)]
@@ -90,8 +88,7 @@ def execute(
 
     def choose(num_rows: int) -> Policy:
         policy = chooser.at(num_rows)
-        if observer is not None:  # only a controller has policies that nobody knows before
-            check_runs(policy, workload)
+        check_runs(policy, workload)  # what a controller chooses nobody knows before
         return policy
 
     for start in range(0, len(asked), workload.batch_size):
@@ -152,7 +149,8 @@ def policies_of(decider: Decider) -> tuple[Policy, ...]:
 
 
 def check_room(workload: Workload, runner: Runner) -> None:
-    """Every position that a text may have must exist in the target, every token of a prompt in the pair.
+    """Raises `BadInput` unless every position that a text may have exists in the target, and every token of a prompt in
+    the pair.
 
     The draft may have fewer positions: speculation shrinks to nothing before its end.
     """

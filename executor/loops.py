@@ -15,8 +15,8 @@ from executor.recorder import RowRound
 from executor.sequence import OpenBatch, Question, Request
 from executor.speculation_cache import NO_SPECULATION, Speculation
 from executor.target import Target
-from sim.errors import BadInput
-from sim.policy import Policy, SpeculativeSpeculative
+from sim.decider import check_succession
+from sim.policy import Policy
 from sim.trace import Source, Span
 
 Choose = Callable[[int], Policy]  # number of rows -> the policy of their next round
@@ -93,14 +93,10 @@ def _begin(batch: OpenBatch, target: Target, draft: Draft, *, tells_builds: bool
 
 
 def _check_in_hand(before: Policy | None, policy: Policy, speculations: Mapping[int, Speculation]) -> None:
-    """Raises `BadInput` where a speculation was prepared under one policy and is verified under another, and one of
-    them down-weights: it was drawn for the fan-out list and the C of the policy before."""
-    if before == policy or not isinstance(before, SpeculativeSpeculative):
-        return
+    """Raises `BadInput` if a speculation was prepared under a policy that this one must not follow."""
     prepared = any(s.source in (Source.HIT, Source.REDRAFTED) for s in speculations.values())
-    for one in (before, policy):
-        if prepared and isinstance(one, SpeculativeSpeculative) and one.downweight != 1:
-            raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
+    if prepared and before is not None and before != policy:
+        check_succession(before, policy)
 
 
 def _verify(target: Target, policy: Policy, speculations: Mapping[int, Speculation], batch: OpenBatch) -> None:

@@ -54,14 +54,6 @@ class HashModel:
         assert set(rows) <= set(self.kept)
         self.kept = list(rows)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.texts[0]
-
-    @property
-    def length(self) -> int:
-        return self.length_of(0)
-
     def length_of(self, row: int) -> int:
         return len(self.texts[row])
 
@@ -114,7 +106,7 @@ class HashModel:
             logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
         return torch.stack(logits)
 
-    def audit(self, row: int, text) -> None:
+    def audit(self, row: int, text: Sequence[int]) -> None:
         if self.texts[row] != list(text) or self.positions[row] != list(range(len(text))):
             raise KvCacheCorrupt(f"row {row} holds {self.texts[row]} instead of {list(text)}")
 
@@ -168,8 +160,8 @@ class FakePair:
     vocab_size: int = 16
     max_positions: int = 4096
     tokenizer: Any = None
-    hashes: dict = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
-    models: dict = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=lambda: {"target": "t", "draft": "d", "tokenizer": "k"})
+    models: dict[str, Any] = field(default_factory=dict)
 
     def load(self, role: str, dtype: str, device: str = "cpu") -> Any:
         return self.models[role]

@@ -68,6 +68,14 @@ def _require_policy(chosen: object) -> Policy:
     return chosen
 
 
+def check_succession(before: Policy, policy: Policy) -> None:
+    """For what was prepared under one policy and is verified under another: raises `BadInput` if one of them
+    down-weights, because it was drawn for the fan-out list and the C of the policy before."""
+    for one in (before, policy):
+        if isinstance(one, SpeculativeSpeculative) and one.downweight != 1:
+            raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
+
+
 class Chooser:
     """Says under which policy the next round runs: a fixed one, by the number of rows, or as a controller decides."""
 

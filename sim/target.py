@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import simpy
 from simpy.events import URGENT, Event, Timeout
 
-from sim.decider import Chooser, Controller, RoundSeen
+from sim.decider import Chooser, Controller, RoundSeen, check_succession
 from sim.draft_devices import Answer, Build, Place, Process, ask
 from sim.durations import Drafted, Task
-from sim.errors import BadInput
 from sim.policy import Drafting, Fallback, LateBuild, Policy, Proposer, SpeculativeSpeculative
 from sim.rows import AFTER_HIT, AFTER_MISS, Row
 from sim.system import host_term
@@ -337,9 +336,7 @@ def _place_of(rows: list[Row]) -> Place:
 
 def _in_hand(before: Policy, policy: Policy) -> Drafting:
     """Prepared under one policy, verified under another."""
-    for one in (before, policy):
-        if isinstance(one, SpeculativeSpeculative) and one.downweight != 1:
-            raise BadInput("downweight", "must be 1 in policies that follow one another", one.downweight)
+    check_succession(before, policy)
     length = before.speculation_length
     fan_out = (*policy.fan_out(Source.HIT), *(0,) * length)[: length + 1]
     return Drafting(Proposer.DRAFT_MODEL, length, fan_out, Source.HIT)

@@ -213,3 +213,11 @@ def test_a_real_controller_decodes_the_targets_text(tiny_serial) -> None:
     trace = execute(HillClimbing((0, 2, 4), (4, 8), interval=6), rules, tiny_serial)
     assert texts(trace) == texts(execute(AR, replace(rules, batch_size=1), tiny_serial))
     assert len({r.policy for r in trace.rounds}) > 1
+
+
+def test_a_workload_that_does_not_fit_is_refused_before_an_adaptive_run_begins() -> None:
+    target, draft = HashModel(16, 0, max_positions=20), HashModel(16, 0)
+    for prompt, rule in (((1,) * 13, "must fit the target's 20 positions"), ((1, 99), "token ids must be below 16")):
+        with pytest.raises(BadInput, match=rule):
+            execute(Schedule((Speculative(2), AR)), Workload("toy", (prompt,), 8), serial_runner(target, draft))
+    assert target.num_forwards == draft.num_forwards == 0

@@ -146,17 +146,20 @@ def test_a_killed_or_interrupted_parent_leaves_no_child(tiny_pair, tmp_path) -> 
         subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         for _ in range(2)
     ]
-    children = [int(parent.stdout.readline()) for parent in parents]
-    assert all(map(is_running, children))
-    parents[0].kill()
-    os.killpg(parents[1].pid, signal.SIGINT)
-    deadline_s = time.monotonic() + 5
-    while any(map(is_running, children)) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not any(map(is_running, children))
-    for parent in parents:
-        parent.wait(10)
-        parent.stdout.close()
+    try:
+        children = [int(parent.stdout.readline()) for parent in parents]
+        assert all(map(is_running, children))
+        parents[0].kill()
+        os.killpg(parents[1].pid, signal.SIGINT)
+        deadline_s = time.monotonic() + 5
+        while any(map(is_running, children)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not any(map(is_running, children))
+    finally:
+        for parent in parents:
+            parent.kill()
+            parent.wait(10)
+            parent.stdout.close()
 
 
 def is_running(pid: int) -> bool:

@@ -24,6 +24,7 @@ PROMPT = (1, 2)
 NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
 NUM_SEQUENCES = 900
 PLAIN = Sampling(1.0)
+MISSING_ID = 1
 LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed
 
 POLICIES = {
@@ -136,6 +137,23 @@ WITHOUT_DOWNWEIGHT = tuple(policy for policy in POLICIES.values() if getattr(pol
 def test_a_choice_by_what_was_seen_does_not_bend_the_law() -> None:
     trace = run(AsItWent((Autoregressive(), Speculative(1), *WITHOUT_DOWNWEIGHT)), batch_size=3)
     assert {r.policy for r in trace.rounds} >= {policy.name for policy in WITHOUT_DOWNWEIGHT}
+    assert p_value(trace.sequences) > LEVEL
+
+
+class LacksAnId(HashModel):
+    """As a draft with a reduced head: of one id it says nothing."""
+
+    def _logits(self, row, seen):
+        return super()._logits(row, seen).index_fill(-1, torch.tensor(MISSING_ID), -torch.inf)
+
+
+@pytest.mark.parametrize("name", ["SD", "SSD, mixed, draft"])
+def test_a_draft_that_lacks_an_id_changes_no_law(name: str) -> None:
+    target, draft = models()[0], LacksAnId(VOCAB_SIZE, seed=0, own_seed=1, agreement=0.3)
+    rules = Workload("toy", (PROMPT,) * (NUM_SEQUENCES // 2), NUM_TOKENS, temperature=1.0)
+    trace = execute(POLICIES[name], rules, serial_runner(target, draft), seed=11)
+    assert any(MISSING_ID in sequence.tokens for sequence in trace.sequences)
+    assert sum(r.num_accepted for r in trace.rounds) > 0
     assert p_value(trace.sequences) > LEVEL
 
 

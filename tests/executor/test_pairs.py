@@ -163,7 +163,7 @@ def test_prompts_are_cut_and_counted(folder: Path) -> None:
         pair.prompts("test", 1, 2)
     with pytest.raises(BadInput, match="split: must be one of calibration, test, got 'train'"):
         pair.prompts("train", 1, 1)
-    for asked in (pair, SyntheticPair()):
+    for asked in (pair, SyntheticPair(2, 16, 2, 1, 24, 32, draft_layers=1)):
         for num, num_tokens in ((-1, 1), (1, 0), ("1", 1), (1, True)):
             with pytest.raises(BadInput, match=r"prompts: num\w*: must be an integer >= "):
                 asked.prompts("test", num, num_tokens)

@@ -128,7 +128,7 @@ def test_a_block_gives_the_logits_of_its_tokens_one_by_one(runner) -> None:
 @needs_the_target
 def test_every_decoder_writes_the_targets_greedy_text(runner) -> None:
     pair = runner.pair
-    workload = Workload("smollm2", pair.prompts("test", 2, 32), 10, temperature=0.0, stop_ids=pair.stop_ids)
+    workload = Workload("smollm2", pair.prompts("test", 2, 24), 8, temperature=0.0, stop_ids=pair.stop_ids)
     expected = [sequence.tokens for sequence in execute(Autoregressive(), workload, runner).sequences]
     for policy in (Speculative(3), SpeculativeSpeculative(3, (3, 2, 1, 1), (3, 2, 1, 1), Fallback.NGRAM)):
         trace = execute(policy, workload, runner)
