@@ -58,10 +58,9 @@ DEFINITIONS = """\
   departs from them only where the target's two best logits are tied within rounding."""
 
 NOT_MODELLED = """\
-- Load and other placements: the simulator knows them, but this run profiled and measured {at_a_time} on one device for
-  each role.
+- Load and other placements: the simulator knows them, but this run profiled and measured {at_a_time}, the roles
+  placed as the identity below says.
 - Speculation trees.
-- GPUs: nothing here was measured on one.
 - The steps of a build are taken to vary independently of each other and of the verification; in fact they share the
   machine's moods.
 - Latency outside the profiled widths and contexts is refused, not extrapolated."""

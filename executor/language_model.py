@@ -25,7 +25,7 @@ class LanguageModel:
     """A transformers causal LM with its KV cache: `num_rows` sequences, numbered from 0, each of its own length.
 
     `texts[row]` are the ids whose keys and values the cache holds, `UNREAD` where they were fed from the device and it
-    was not said which they are; `tokens` and `length` are those of row 0.
+    was not said which they are.
 
     Every logit that leaves belongs to one of the `vocab_size` ids 0, 1, 2 ... (those of the model's configuration if
     nothing is said), whatever the width of the model's head: see `Head` for `token_ids`, the id that each of its rows
@@ -80,14 +80,6 @@ class LanguageModel:
 
     def _new_cache(self, num_rows: int) -> SlotCache:
         return SlotCache(self._num_layers, self.max_positions + SPARE_SLOTS, num_rows, self.device)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.texts[0]
-
-    @property
-    def length(self) -> int:
-        return self.length_of(0)
 
     def length_of(self, row: int) -> int:
         """Number of slots in use, the context of the row's next token."""

@@ -179,4 +179,5 @@ class PlainPass:
 
     @torch.inference_mode()
     def _feed(self, tokens: Seq[int]) -> Tensor:
-        return self._model(input_ids=torch.tensor([list(tokens)]), cache=self._cache, use_cache=True).logits[0]
+        fed = put([list(tokens)], self._model.device)
+        return self._model(input_ids=fed, cache=self._cache, use_cache=True).logits[0]

@@ -1,4 +1,4 @@
-"""A pair on this machine, ready to be measured: the only door from the experiments to the executor."""
+"""A pair on this machine, ready to be measured: the door through which an experiment file reaches the executor."""
 
 from __future__ import annotations
 

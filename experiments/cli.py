@@ -55,7 +55,7 @@ PolicyText = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
 ]
-Rows = Annotated[
+OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
@@ -94,7 +94,7 @@ def profile(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
-    batch_size: Rows = None,
+    batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
@@ -253,7 +253,7 @@ def run(
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
     seed: Seed = None,
-    batch_size: Rows = None,
+    batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")

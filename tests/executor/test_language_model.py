@@ -72,8 +72,8 @@ def test_the_last_draft_token_does_not_reach_earlier_rows(model: LanguageModel) 
 def test_roll_back_keeps_exactly_what_it_says(model: LanguageModel, length: int) -> None:
     model.append(TEXT)
     model.roll_back(length)
-    assert model.length == length
-    assert model.tokens == TEXT[:length]
+    assert model.length_of(0) == length
+    assert model.texts[0] == TEXT[:length]
     continued = model.append([11, 13])
     assert torch.allclose(continued, plain_logits(model, [*TEXT[:length], 11, 13])[length:], **EXACT)
 
@@ -83,7 +83,7 @@ def test_roll_back_beyond_the_ends_is_refused(model: LanguageModel, length: int)
     model.append(TEXT)
     with pytest.raises(ValueError, match="roll back"):
         model.roll_back(length)
-    assert model.length == len(TEXT)
+    assert model.length_of(0) == len(TEXT)
 
 
 def test_no_position_beyond_the_limit_is_fed(model: LanguageModel) -> None:
@@ -105,7 +105,7 @@ def test_rows_equal_solo_runs(model: LanguageModel) -> None:
     logits = torch.cat([rows.append_rows(texts[:, :5]), rows.append_rows(texts[:, 5:])], 1)
     for text, got in zip(texts.tolist(), logits, strict=True):
         assert torch.allclose(got, plain_logits(model, text), **EXACT)
-    assert model.length == 0
+    assert model.length_of(0) == 0
 
 
 def test_rows_of_different_lengths_equal_solo_runs(model: LanguageModel) -> None:
@@ -161,10 +161,10 @@ def test_every_branch_equals_a_plain_continuation(model: LanguageModel) -> None:
     starts, branch_tokens = [0, 1, 1, 2, 2], torch.tensor([[9, 8, 7], [9, 8, 7], [21, 8, 7], [22, 1, 1], [9, 0, 3]])
     model.append(prefix + drafted)
     positions = torch.tensor([len(prefix) + k for k in starts])
-    mask = branch_mask(positions[None], model.length, num_steps, model.dtype)
+    mask = branch_mask(positions[None], model.length_of(0), num_steps, model.dtype)
     steps = []
     for step in range(num_steps):
-        visible = mask[..., : model.length + len(starts)]
+        visible = mask[..., : model.length_of(0) + len(starts)]
         steps.append(model.append_branches([0], branch_tokens[None, :, step], positions[None] + step, visible)[0])
     for branch, k in enumerate(starts):
         text = prefix + drafted[:k] + branch_tokens[branch].tolist()
@@ -199,7 +199,7 @@ def test_a_causal_mask_shows_the_context_and_what_came_before() -> None:
 def test_the_self_test_accepts_what_can_be_rolled_back(family: str) -> None:
     model = LanguageModel(FAMILIES[family](1, seed=0))
     model.check()
-    assert model.length == 0
+    assert model.length_of(0) == 0
 
 
 def test_the_self_test_refuses_a_cache_that_does_not_roll_back(monkeypatch) -> None:
