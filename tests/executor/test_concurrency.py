@@ -51,7 +51,7 @@ def two_processes(tiny_pair):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_two_processes_decode_what_one_decodes(policy, temperature, batch_size, two_processes, tiny_serial) -> None:
     texts = prompts(2, 9) + prompts(2, 4)
-    rules = Workload("test", texts, 32, temperature, stop_ids=(17,), batch_size=batch_size)
+    rules = Workload("test", texts, 20, temperature, stop_ids=(17,), batch_size=batch_size)
     together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
     assert together.digest() == alone.digest()
     operations = [

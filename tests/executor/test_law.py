@@ -22,7 +22,7 @@ from sim.workload import Sampling, Workload
 VOCAB_SIZE = 4
 PROMPT = (1, 2)
 NUM_TOKENS = 4  # decoded; the law of the first 3 is tested
-NUM_SEQUENCES = 900
+NUM_SEQUENCES = 450  # every known fault below fails with a p-value under 3e-6
 PLAIN = Sampling(1.0)
 MISSING_ID = 1
 LEVEL = 1e-4  # a lossless decoder fails with this probability over the choice of the seed; the seed is fixed

@@ -90,7 +90,7 @@ def test_missing_files_are_named(saguaro: Saguaro, tmp_path: Path, experiment: P
 @pytest.mark.parametrize(
     ("old", "new", "parts"),
     [
-        ('"temperature"', '"temprature"', ["line 8", "workload.temprature", "did you mean workload.temperature?"]),
+        ('"temperature"', '"temprature"', ["line {}", "workload.temprature", "did you mean workload.temperature?"]),
         ('"max_new_tokens": 32', '"max_new_tokens": "many"', ["workload.max_new_tokens", "integer", "'many'"]),
         ('"repeats": 3', '"repeats": 010', ["run.repeats", "integer", "'010'"]),
         ('"pair": "stdlib"', '"pair": "nowhere"', ["pair", "'nowhere'", "stdlib"]),
@@ -102,8 +102,9 @@ def test_bad_experiment_file_is_refused_and_nothing_written(
     text = experiment.read_text()
     assert old in text
     experiment.write_text(text.replace(old, new))
+    line = 1 + text[: text.index(old)].count("\n")
     for command in ("run", "profile"):
-        assert_refused(saguaro(command, experiment, "--out", "here"), *parts)
+        assert_refused(saguaro(command, experiment, "--out", "here"), *(part.format(line) for part in parts))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"experiment.yaml"}
 
