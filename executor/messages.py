@@ -83,7 +83,8 @@ Message = Ask | Reply | Built | Call | Result | Fault
 class Channel(Protocol):
     """One end of a way for messages, in order. Raises EOFError or OSError if the other end is gone."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: Message, timeout_s: float | None = None) -> None:
+        """Raises TimeoutError if the other end takes in nothing more for so long that it could not be sent."""
 
     def is_ready(self) -> bool:
         """Whether `receive` would return, or raise, at once."""

@@ -102,7 +102,7 @@ class HashModel:
             self.texts[row] += tokens[place].tolist()
             self.positions[row] += positions[place].tolist()
             assert mask.shape == (len(rows), 1, tokens.shape[1], self.length_of(row))
-            visible = [torch.nonzero(own == 0).flatten().tolist() for own in mask[place, 0]]
+            visible = [np.flatnonzero(own).tolist() for own in (mask[place, 0] == 0).numpy()]
             logits.append(torch.stack([self._logits(row, slots) for slots in visible]))
         return torch.stack(logits)
 
@@ -116,17 +116,22 @@ class HashModel:
         del self.texts[row][length:], self.positions[row][length:]
 
     def _logits(self, row: int, visible: list[int]) -> Tensor:
-        slot_at = {self.positions[row][slot]: slot for slot in visible}
-        assert None not in slot_at  # a slot that holds nothing
-        assert len(slot_at) == len(visible) and slot_at.keys() == set(range(len(visible)))
-        return self.logits_after(tuple(self.texts[row][slot_at[position]] for position in range(len(visible))))
+        """Each position is seen once: no hole, no repeat, no slot that holds nothing (whose position is None)."""
+        text, positions = self.texts[row], [self.positions[row][slot] for slot in visible]
+        if positions != list(range(len(visible))):  # else the slots are in the order of their positions
+            slot_at = dict(zip(positions, visible, strict=True))
+            assert slot_at.keys() == set(range(len(visible)))
+            visible = [slot_at[position] for position in range(len(visible))]
+        return self.logits_after(tuple([text[slot] for slot in visible]))
 
     def logits_after(self, text: tuple[int, ...]) -> Tensor:
         """(V,) logits after a text."""
         if text not in self._known:
             seed, own_seed, agreement = self._law
-            shared, own = self._noise(text, seed), self._noise(text, (seed, own_seed))
-            self._known[text] = SPREAD * torch.from_numpy(agreement * shared + (1 - agreement) * own)
+            noise = agreement * self._noise(text, seed)
+            if agreement < 1:
+                noise += (1 - agreement) * self._noise(text, (seed, own_seed))
+            self._known[text] = SPREAD * torch.from_numpy(noise)
         return self._known[text]
 
     def _noise(self, text: tuple[int, ...], key: object) -> np.ndarray:

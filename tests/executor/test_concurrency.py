@@ -51,7 +51,7 @@ def two_processes(tiny_pair):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_two_processes_decode_what_one_decodes(policy, temperature, batch_size, two_processes, tiny_serial) -> None:
     texts = prompts(2, 9) + prompts(2, 4)
-    rules = Workload("test", texts, 32, temperature, stop_ids=(17,), batch_size=batch_size)
+    rules = Workload("test", texts, 20, temperature, stop_ids=(17,), batch_size=batch_size)
     together, alone = (execute(policy, rules, runner, seed=5) for runner in (two_processes, tiny_serial))
     assert together.digest() == alone.digest()
     operations = [
@@ -175,7 +175,16 @@ def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
         os.sched_setaffinity(0, affinity)
 
 
-@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "int8"}])
-def test_unknown_settings_are_refused(self_draft_pair, setting) -> None:
-    with pytest.raises(BadInput, match="must be one of"), open_runner(self_draft_pair, **setting):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"concurrency": "threads"}, "concurrency: must be one of"),
+        ({"dtype": "int8"}, "dtype: must be one of"),
+        ({"device": None}, "device: must be cpu, cuda or cuda:i"),
+        ({"answer_timeout_s": 0}, "answer_timeout_s: must be a finite number > 0, got 0"),
+        ({"answer_timeout_s": "6"}, "answer_timeout_s: must be a finite number > 0, got '6'"),
+    ],
+)
+def test_unknown_settings_are_refused(self_draft_pair, setting, message: str) -> None:
+    with pytest.raises(BadInput, match=message), open_runner(self_draft_pair, **setting):
         pass

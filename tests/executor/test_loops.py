@@ -299,8 +299,8 @@ def generate(model: LanguageModel, prompt, max_new_tokens: int):
 
 @pytest.mark.parametrize("K", [1, 3, 8])
 def test_real_models_give_the_text_that_transformers_generates(K: int, tiny_serial) -> None:
-    rules = Workload("test", prompts(3, 9), max_new_tokens=32)
-    expected = [generate(tiny_serial.target.model, prompt, 32) for prompt in rules.prompts]
+    rules = Workload("test", prompts(2, 9), max_new_tokens=28)
+    expected = [generate(tiny_serial.target.model, prompt, 28) for prompt in rules.prompts]
     assert len(set(expected[0])) > 8  # the text has not collapsed
     accepted = 0
     for policy in [Autoregressive(), *with_any_fallback(K)]:

@@ -1,6 +1,7 @@
 """The executor runs the policies that the simulator plans: at temperature 0 round for round the same."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -53,15 +54,22 @@ CASES = {
 }
 
 
+class Decoded:
+    """A workload, the system of its agreement record, and the trace of every policy, executed and simulated once."""
+
+    def __init__(self, stop_ids, batch_size: int, penalty: float) -> None:
+        self._runner = hash_runner()
+        sampling = (Sampling(repetition_penalty=penalty),) * len(PROMPTS)
+        self.rules = Workload("toy", PROMPTS, 40, stop_ids=stop_ids, batch_size=batch_size, sampling=sampling)
+        record = measure_agreement(self._runner, self.rules, num_candidates=VOCAB_SIZE)
+        self.system = for_rows(system_of(record), batch_size)
+        self.executed = cache(lambda policy: execute(policy, self.rules, self._runner))
+        self.simulated = cache(lambda policy: simulate(policy, self.rules, self.system))
+
+
 @pytest.fixture(scope="module", params=CASES)
 def decoded(request):
-    """A runner, a workload and the system of its agreement record."""
-    stop_ids, batch_size, penalty = CASES[request.param]
-    runner = hash_runner()
-    sampling = (Sampling(repetition_penalty=penalty),) * len(PROMPTS)
-    rules = Workload("toy", PROMPTS, 40, stop_ids=stop_ids, batch_size=batch_size, sampling=sampling)
-    record = measure_agreement(runner, rules, num_candidates=VOCAB_SIZE)
-    return runner, rules, for_rows(system_of(record), batch_size)
+    return Decoded(*CASES[request.param])
 
 
 def for_rows(system: System, num_rows: int) -> System:
@@ -74,17 +82,15 @@ def for_rows(system: System, num_rows: int) -> System:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_executed_rounds_are_the_simulated_ones(policy, decoded) -> None:
-    runner, rules, system = decoded
-    executed = execute(policy, rules, runner)
-    assert rounds_of(executed) == rounds_of(simulate(policy, rules, system))
-    assert [s.stopped for s in executed.sequences] == system.agreement.stopped.tolist()
+    executed = decoded.executed(policy)
+    assert rounds_of(executed) == rounds_of(decoded.simulated(policy))
+    assert [s.stopped for s in executed.sequences] == decoded.system.agreement.stopped.tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_executed_operations_are_the_simulated_ones(policy, decoded) -> None:
     """Where the draft model drafts and builds in every round; elsewhere it is fed more at a time than is simulated."""
-    runner, rules, system = decoded
-    executed, simulated = execute(policy, rules, runner), simulate(policy, rules, system)
+    executed, simulated = decoded.executed(policy), decoded.simulated(policy)
     compared = [Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP]
     if isinstance(policy, SpeculativeSpeculative):
         always_builds = all(policy.fan_out(source)[0] for source in (Source.HIT, Source.MISS))
@@ -100,11 +106,10 @@ def operations_of(trace, operation: Operation):
 
 
 def test_the_rounds_compared_are_of_every_kind(decoded) -> None:
-    runner, rules, _ = decoded
-    rounds = [r for policy in POLICIES for r in execute(policy, rules, runner).rounds]
+    rounds = [r for policy in POLICIES for r in decoded.executed(policy).rounds]
     sources = {r.source for r in rounds}
     assert sources | {Source.REDRAFTED} == set(Source)
-    assert (Source.REDRAFTED in sources) or rules.batch_size < 4
+    assert (Source.REDRAFTED in sources) or decoded.rules.batch_size < 4
     assert {0, 1, 2} <= {r.num_accepted for r in rounds if r.num_drafted == 5}
 
 
