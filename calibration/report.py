@@ -73,7 +73,7 @@ def answer(summary: Mapping[str, Any]) -> str:
     rate = best["measured"]["tokens_per_s"]
     versus = _versus(best["policy"]["kind"], summary["speedups"])
     sentence = (
-        f"{best['name']} was the fastest policy measured: {_interval(rate, '.1f')} tokens/s{versus}; "
+        f"{best['name']} was the fastest policy measured: {in_words(rate, '.1f')} tokens/s{versus}; "
         f"{best['predicted']['tokens_per_s']['value']:.1f} tokens/s were predicted "
         f"(error {100 * best['error']['tokens_per_s']:+.1f} %, "
         f"repeats differ by ±{100 * best['measured']['repeat_spread']:.1f} %), "
@@ -85,14 +85,14 @@ def answer(summary: Mapping[str, Any]) -> str:
     lost = summary["regret"]
     return (
         f"{sentence}. Recommended was {summary['recommended']}, "
-        f"which lost {_interval(lost, '.1f', scale=100)} % against it."
+        f"which lost {in_words(lost, '.1f', scale=100)} % against it."
     )
 
 
 def _versus(kind: str, speedups: Mapping[str, Interval]) -> str:
     names = {"ssd": ("ssd_over_ar", "ssd_over_sd"), "sd": ("sd_over_ar",), "ar": ()}[kind]
     parts = [
-        f"{_interval(speedups[name], '.2f')} x {SPEEDUPS[name].split()[-1]}{_doubt(speedups[name])}" for name in names
+        f"{in_words(speedups[name], '.2f')} x {SPEEDUPS[name].split()[-1]}{_doubt(speedups[name])}" for name in names
     ]
     return f", {' and '.join(parts)}" if parts else ""
 
@@ -100,7 +100,7 @@ def _versus(kind: str, speedups: Mapping[str, Interval]) -> str:
 def _doubt(speedup: Interval) -> str:
     low, high = speedup["low"], speedup["high"]
     if low is None or high is None:
-        return " (one prompt, no interval)"
+        return " (no interval)"
     return " (no significant difference)" if low <= 1 <= high else ""
 
 
@@ -121,12 +121,12 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
         _table(*policy_rows(summary)),
         f"From the profile to the run the machine's speed changed by {_drift(summary)}. "
         f"The search compared {details['num_policies']} policies on the calibration prompts. "
-        f"Regret of the recommendation: {_interval(summary['regret'], '.1f', scale=100)} %.",
+        f"Regret of the recommendation: {in_words(summary['regret'], '.1f', scale=100)} %.",
         "![Predicted against measured](figures/predicted_against_measured.svg)",
         "## Speed-ups, measured",
         _table(
             ["", "speed-up", ""],
-            [[SPEEDUPS[n], _interval(s, ".3f"), _doubt(s).strip(" ()")] for n, s in summary["speedups"].items()],
+            [[SPEEDUPS[n], in_words(s, ".3f"), _doubt(s).strip(" ()")] for n, s in summary["speedups"].items()],
         ),
         "## Lossless",
         _lossless(summary["lossless"], details["differences"]),
@@ -165,8 +165,8 @@ def policy_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
             [
                 row["name"],
                 f"{row['forecast']['tokens_per_s']['value']:.1f}",
-                _interval(predicted["tokens_per_s"], ".1f"),
-                _interval(measured["tokens_per_s"], ".1f"),
+                in_words(predicted["tokens_per_s"], ".1f"),
+                in_words(measured["tokens_per_s"], ".1f"),
                 _error(row["error"]),
                 f"{100 * row['error']['forecast_tokens_per_s']:+.1f} %",
                 f"±{100 * measured['repeat_spread']:.1f} %",
@@ -230,7 +230,7 @@ def _departure(difference: Mapping[str, Any]) -> str:
 def _figures_table(summary: Mapping[str, Any], details: Mapping[str, Any]) -> str:
     names = [row["name"] for row in summary["policies"]]
     rows = [
-        [title, *(_interval(details["policies"][name]["measured"][key], spec, scale=scale) for name in names)]
+        [title, *(in_words(details["policies"][name]["measured"][key], spec, scale=scale) for name in names)]
         for key, title, scale, spec in FIGURES
     ]
     rows.append(["survival by position, %", *(_percents(details["policies"][n]["measured"]) for n in names)])
@@ -300,12 +300,13 @@ def _manifest_table(manifest: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------- Markdown
 
 
-def _interval(estimate: Interval | None, spec: str, *, scale: float = 1.0) -> str:
+def in_words(estimate: Interval | None, spec: str, *, scale: float = 1.0) -> str:
+    """A value with its interval; one prompt, or one batch of them, has none."""
     if estimate is None or estimate["value"] is None:
         return "-"
     value, low, high = (None if estimate[key] is None else scale * estimate[key] for key in ("value", "low", "high"))
     if low is None or high is None:
-        return f"{value:{spec}} (one prompt, no interval)"
+        return f"{value:{spec}} (no interval)"
     return f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 

@@ -31,7 +31,7 @@ from executor.sequence import Question, Request
 from executor.speculation_cache import Speculation
 from executor.static_pass import PassCounts
 from executor.target import Target
-from sim.errors import BadInput
+from sim.errors import BadInput, require_number
 from sim.trace import Lane, Span
 
 CONCURRENCY_KINDS = ("auto", "processes", "streams", "serial")
@@ -157,6 +157,7 @@ def open_runner(
     """
     if dtype not in DTYPES:
         raise BadInput("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    require_number("answer_timeout_s", answer_timeout_s, 0, above=True)
     devices = resolve("device", device), resolve("draft_device", draft_device or device)
     kind = _resolve(concurrency, *devices)
     affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()

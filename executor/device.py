@@ -25,7 +25,7 @@ def resolve(name: str, device: str) -> torch.device:
     """`cpu`, `cuda` (the first one) or `cuda:i` -> the device. Raises `BadInput` if there is none of that name."""
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise BadInput(name, "must be cpu, cuda or cuda:i", device) from None
     if found.type == "cpu":
         return CPU

@@ -25,7 +25,8 @@ class Purpose(IntEnum):
 class Draws:
     """Counter-based generator (Philox) of one sequence, keyed by the seed, the prompt and the prompt's occurrence.
 
-    The same prompt gets the same numbers wherever it stands in the workload; its second occurrence gets others.
+    The same prompt gets the same numbers wherever it stands in the workload; when it occurs again under the same
+    settings it gets others.
     """
 
     def __init__(self, seed: int, prompt: Sequence[int], occurrence: int) -> None:

@@ -17,10 +17,10 @@ from executor.sequence import NewTokens, OpenBatch, Request
 from executor.static_pass import PassCounts
 from executor.target import Target
 from sim.decider import Chooser, Decider
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count
 from sim.policy import Policy, PolicyTable, SpeculativeSpeculative
 from sim.trace import FORCED, Sequence, Trace
-from sim.workload import Workload
+from sim.workload import Sampling, Workload
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,8 +42,9 @@ def execute(
     """Decode the prompts, `workload.batch_size` at a time, for real; `progress` is called after each sequence.
 
     The same seed gives the same tokens whatever the order of the prompts and, up to rounding, whoever is decoded beside
-    them; fallback `draft` is the exception, which drafts a whole batch anew: above temperature 0 its tokens then agree
-    in law only. Tokens of different policies agree at temperature 0; above it they agree in law only.
+    them. Above temperature 0 they agree in law only where the company decides how a row is drafted: with fallback
+    `draft`, which drafts a whole batch anew, with tables and adaptive choices, and in batches near the end of the draft
+    model's positions. Tokens of different policies agree at temperature 0; above it they agree in law only.
 
     A draft process that dies, raises or hangs ends the run with `DraftFailed`; with `on_draft_failure` `continue` the
     target goes on alone from the tokens committed so far, and `meta["draft_failure"]` says since when and why.
@@ -65,7 +66,7 @@ def execute(
     counts the prompts that leave the draft model no room at all.
 
     Raises `BadInput` if a prompt leaves the target too few positions, or holds a token that the pair does not know, or
-    if policies follow one another that cannot.
+    if policies follow one another that cannot, and where an argument is not what it should be.
     """
     chooser = Chooser(decider)
     observer = None if chooser.controller is None else Observer(chooser.controller)
@@ -77,8 +78,8 @@ def execute(
     trace = Trace(policy=decider.to_dict(), workload=workload.identity())
     target = runner.target
     if forced_acceptance is not None:
-        counts = tuple(forced_acceptance)
-        target, trace.policy = ForcedTarget(target, counts), trace.policy | {FORCED: list(counts)}
+        target = forced = ForcedTarget(target, forced_acceptance)
+        trace.policy |= {FORCED: list(forced.accept_counts)}
     expendable = ExpendableDraft(runner.draft)
     draft: Draft = expendable if on_draft_failure == OnDraftFailure.CONTINUE else runner.draft
     captures = _captures(runner, on_draft_failure) if runner.graphs else {}
@@ -129,12 +130,13 @@ def _beyond_the_draft(workload: Workload, runner: Runner) -> int:
 
 def requests(workload: Workload, seed: int) -> Iterator[Request]:
     """One request per prompt, in order. A request with a seed of its own is not told from its repetition."""
-    seen: Counter[tuple[int, ...]] = Counter()
+    seed = require_count("seed", seed, 0)
+    seen: Counter[tuple[tuple[int, ...], Sampling]] = Counter()
     for index, prompt in enumerate(workload.prompts):
         sampling = workload.sampling_of(index)
         if sampling.seed is None:
-            own_seed, occurrence = seed, seen[prompt]
-            seen[prompt] += 1
+            own_seed, occurrence = seed, seen[prompt, sampling]
+            seen[prompt, sampling] += 1
         else:
             own_seed, occurrence = sampling.seed, 0
         rules = (workload.max_new_tokens, sampling.law, workload.stop_ids, own_seed, occurrence)

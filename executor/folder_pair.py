@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import BadInput
+from sim.errors import BadInput, require_count
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -132,6 +132,7 @@ def read_prompts(
     Raises `BadInput` if there are not that many.
     """
     require_split(split)
+    num, num_tokens = require_count("prompts: num", num, 0), require_count("prompts: num_tokens", num_tokens, 1)
     prompts: list[tuple[int, ...]] = []
     for text in list(_texts(path, split)):  # a damaged line is found wherever it stands
         if len(prompts) == num:

@@ -67,6 +67,8 @@ def load_pair(name_or_path: str | Path, *, allow_other_tokenizer: bool = False) 
     Raises `BadInput` naming the file or the token that is wrong. `allow_other_tokenizer` takes a draft whose ids mean
     other strings all the same, with a warning: texts stay right, but the draft can hardly guess them.
     """
+    if not isinstance(name_or_path, (str, Path)) or not str(name_or_path):
+        raise BadInput("pair", "must be a name or a folder", name_or_path)
     if str(name_or_path).startswith(PREFIX):
         return SyntheticPair.parse(str(name_or_path))
     if name_or_path == "smollm2":

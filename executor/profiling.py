@@ -53,9 +53,12 @@ def measure_agreement(
 
     Prompts of equal length are decoded as one batch. They draw the random numbers that an AR run with this seed
     draws, so the texts are AR's but for rounding. `progress` is called with the prompts done. Raises `BadInput` if the
-    prompts' sampling settings differ: a record is of one law.
+    prompts' sampling settings differ: a record is of one law. So it does where the draft has too few positions to score
+    a text to its end.
     """
+    num_candidates = require_count("num_candidates", num_candidates, 1)
     check_room(workload, runner)
+    _check_room_to_score(workload, runner.pair.max_positions)
     if workload.max_new_tokens == 0:
         raise BadInput("workload.max_new_tokens", "must be at least 1 for an agreement record", 0)
     if len(workload.laws) > 1:
@@ -84,6 +87,13 @@ def measure_agreement(
         prompt_tokens=workload.prompts,
         **values,
     )
+
+
+def _check_room_to_score(workload: Workload, limit: int) -> None:
+    """Raises `BadInput` unless all but the last token of every text have positions in both models."""
+    needed = max(map(len, workload.prompts)) + workload.max_new_tokens - 1
+    if needed > limit:
+        raise BadInput("workload", f"prompts with max_new_tokens must fit the draft's {limit} positions", needed)
 
 
 @dataclass(frozen=True)

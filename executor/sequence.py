@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Request:
     """What is asked for. `sampling` is the law of the tokens; the random numbers depend on `seed`, on the prompt and on
-    `occurrence`, which counts the earlier requests with the same prompt that have no seed of their own either."""
+    `occurrence`, which counts the earlier requests with the same prompt and settings that have no seed of their own."""
 
     index: int
     prompt: tuple[int, ...]

@@ -117,6 +117,7 @@ class SyntheticPair:
     def prompts(self, split: str, num: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """The first `num` prompts of a split, `num_tokens` uniformly random tokens each."""
         key = [self.seed, SPLITS.index(require_split(split))]
+        num, num_tokens = require_count("prompts: num", num, 0), require_count("prompts: num_tokens", num_tokens, 1)
         rows = [np.random.default_rng([*key, index]).integers(self.vocab_size, size=num_tokens) for index in range(num)]
         return tuple(tuple(row.tolist()) for row in rows)
 

@@ -26,7 +26,7 @@ class Target:
     def __init__(self, model: LanguageModel, recorder: Recorder) -> None:
         self.model = model
         self.recorder = recorder
-        self.num_bad_draft_rows = 0  # draft distributions that were not finite, in all verifications so far
+        self.num_bad_draft_rows = 0  # distributions of drafts that were not finite, so far; greedy rows have none
         self.log_probs: list[list[float]] = []  # by row, of the tokens it was given, where its request asks for them
 
     def prefill(self, requests: Sequence[Request]) -> dict[int, Outcome]:

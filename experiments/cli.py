@@ -456,14 +456,14 @@ def _rate(estimate: Any) -> str:
 
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:
-    from calibration.report import answer
+    from calibration.report import answer, in_words
 
     rows = [
         (
             row["name"],
             f"{row['forecast']['tokens_per_s']['value']:.1f}",
             f"{row['predicted']['tokens_per_s']['value']:.1f}",
-            "{value:.1f} [{low:.1f}, {high:.1f}]".format(**row["measured"]["tokens_per_s"]),
+            in_words(row["measured"]["tokens_per_s"], ".1f"),
             f"{100 * row['error']['tokens_per_s']:+.1f} %",
             f"±{100 * row['measured']['repeat_spread']:.1f} %",
         )

@@ -62,6 +62,12 @@ def check_decider(policy: object) -> None:
         raise BadInput("policy", "must be a policy, a table of them or an adaptive choice", policy)
 
 
+def _require_policy(chosen: object) -> Policy:
+    if not isinstance(chosen, (Autoregressive, Speculative, SpeculativeSpeculative)):
+        raise BadInput("policy of an adaptive choice", "must be a single policy", chosen)
+    return chosen
+
+
 def check_succession(before: Policy, policy: Policy) -> None:
     """For what was prepared under one policy and is verified under another: raises `BadInput` if one of them
     down-weights, because it was drawn for the fan-out list and the C of the policy before."""
@@ -87,9 +93,9 @@ class Chooser:
             self.controller = decider.start()
 
     def at(self, num_rows: int) -> Policy:
-        """The policy of a round with so many rows."""
+        """The policy of a round with so many rows. Raises `BadInput` if a controller says anything else."""
         if self.controller is not None:
-            return self.controller.policy
+            return _require_policy(self.controller.policy)
         return self._policy if self._table is None else self._table.at(num_rows)
 
 

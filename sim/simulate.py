@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -150,8 +151,7 @@ def predicted_speedup(fast: Prediction[Any], slow: Prediction[Any]) -> Estimate:
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """`engine` and the event simulation on one policy. `z` is their difference in tokens/s over the standard error of
-    the SimPy mean."""
+    """`engine` and the event simulation on one policy. `z` is their difference in tokens/s over its standard error."""
 
     policy: Policy
     engine: str
@@ -180,10 +180,12 @@ def cross_check(
     """Compare what an engine predicts with the mean of independent SimPy runs (ratio of totals, delta-method error)."""
     from sim.timeline import totals
 
-    predicted = predict(policy, workload, system, engine=engine, seed=seed).tokens_per_s.value
+    prediction = predict(policy, workload, system, engine=engine, seed=seed)
+    own_error = 0.0 if prediction.replications is None else prediction.replications.standard_error
     runs = totals(policy, workload, system, replication_seeds(seed, replications))
     rate = rate_of([run.num_tokens.sum() for run in runs], [run.shared_s.sum() for run in runs])
-    return CrossCheck(policy, engine, predicted, rate.tokens_per_s, rate.standard_error)
+    error = math.hypot(rate.standard_error, own_error)
+    return CrossCheck(policy, engine, prediction.tokens_per_s.value, rate.tokens_per_s, error)
 
 
 def _replicate_vectorized(

@@ -132,7 +132,7 @@ def test_answer_doubts_a_speed_up_whose_interval_holds_one() -> None:
     close = {"value": 1.02, "low": 0.97, "high": 1.08}
     assert "1.02 [0.97, 1.08] x SD (no significant difference)" in answer(summary_of(ssd_over_sd=close))
     single = {"value": 1.02, "low": None, "high": None}
-    assert "1.02 (one prompt, no interval) x SD" in answer(summary_of(ssd_over_sd=single))
+    assert "1.02 (no interval) x SD" in answer(summary_of(ssd_over_sd=single))
 
 
 def test_answer_says_when_the_recommendation_was_not_the_best() -> None:

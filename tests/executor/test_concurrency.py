@@ -174,7 +174,16 @@ def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
         os.sched_setaffinity(0, affinity)
 
 
-@pytest.mark.parametrize("setting", [{"concurrency": "threads"}, {"dtype": "int8"}])
-def test_unknown_settings_are_refused(self_draft_pair, setting) -> None:
-    with pytest.raises(BadInput, match="must be one of"), open_runner(self_draft_pair, **setting):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"concurrency": "threads"}, "concurrency: must be one of"),
+        ({"dtype": "int8"}, "dtype: must be one of"),
+        ({"device": None}, "device: must be cpu, cuda or cuda:i"),
+        ({"answer_timeout_s": 0}, "answer_timeout_s: must be a finite number > 0, got 0"),
+        ({"answer_timeout_s": "6"}, "answer_timeout_s: must be a finite number > 0, got '6'"),
+    ],
+)
+def test_unknown_settings_are_refused(self_draft_pair, setting, message: str) -> None:
+    with pytest.raises(BadInput, match=message), open_runner(self_draft_pair, **setting):
         pass

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+import executor.execute
 from executor.execute import execute
 from executor.profiling import measure_agreement
 from executor.toy_model import HashModel, serial_runner
@@ -157,6 +158,19 @@ def test_what_is_no_decider_is_refused() -> None:
     for wrong in ("sd", HillClimbing, None):
         with pytest.raises(BadInput, match="policy: must be a policy, a table"):
             execute(wrong, Workload("toy", PROMPTS, 4), hash_runner())
+
+
+@pytest.mark.parametrize("chosen", ["sd", None, PolicyTable(((1, AR),))])
+def test_an_adaptive_choice_of_anything_but_a_policy_is_refused(chosen) -> None:
+    with pytest.raises(BadInput, match="policy of an adaptive choice: must be a single policy"):
+        execute(Schedule((chosen,)), Workload("toy", PROMPTS, 4), hash_runner())
+
+
+def test_prompts_are_checked_once_for_an_adaptive_choice(monkeypatch) -> None:
+    checked = []
+    monkeypatch.setattr(executor.execute, "check_room", lambda *_: checked.append(None))
+    execute(Schedule((ssd(3), AR)), Workload("toy", PROMPTS, 20), hash_runner())
+    assert len(checked) == 1
 
 
 def test_a_controller_is_told_what_the_trace_says() -> None:

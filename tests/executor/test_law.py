@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from executor.draws import Draws, Purpose
 from executor.execute import execute
 from executor.sampling import penalised, process
 from executor.toy_model import HashModel, serial_runner
-from sim.policy import Fallback, Speculative, SpeculativeSpeculative
+from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.trace import Source
 from sim.workload import Sampling, Workload
 
@@ -101,6 +102,41 @@ def test_emitted_law_of_a_batch_is_the_targets(name: str) -> None:
     trace = run(POLICIES[name], batch_size=3)
     redrafts = POLICIES[name].fallback is Fallback.DRAFT
     assert (Source.REDRAFTED in {r.source for r in trace.rounds}) == redrafts
+    assert p_value(trace.sequences) > LEVEL
+
+
+@dataclass
+class AsItWent:
+    """An adaptive choice of the next policy by what became of the last rounds."""
+
+    policies: tuple
+    name = "as it went"
+
+    def to_dict(self):
+        return {"kind": "as it went"}
+
+    def start(self):
+        return AsItWent(self.policies)
+
+    def __post_init__(self) -> None:
+        self._state = 1
+
+    @property
+    def policy(self):
+        return self.policies[self._state % len(self.policies)]
+
+    def observe(self, seen) -> None:
+        self._state = (
+            5 * self._state + 3 * seen.num_accepted + seen.num_drafted + 7 * (seen.source is Source.HIT)
+        ) % 1009
+
+
+WITHOUT_DOWNWEIGHT = tuple(policy for policy in POLICIES.values() if getattr(policy, "downweight", 1) == 1)
+
+
+def test_a_choice_by_what_was_seen_does_not_bend_the_law() -> None:
+    trace = run(AsItWent((Autoregressive(), Speculative(1), *WITHOUT_DOWNWEIGHT)), batch_size=3)
+    assert {r.policy for r in trace.rounds} >= {policy.name for policy in WITHOUT_DOWNWEIGHT}
     assert p_value(trace.sequences) > LEVEL
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.pairs import load_pair
+from executor.synthetic_pair import SyntheticPair
 from sim.errors import BadInput
 from tests.executor.tiny_models import VOCAB_SIZE, llama, save_pair, save_tokenizer, token_names
 
@@ -59,6 +60,9 @@ def test_missing_prompts_are_named_when_asked_for(folder: Path) -> None:
 def test_an_unknown_pair_is_named_beside_the_known_ones() -> None:
     with pytest.raises(BadInput, match=r"pair: must be a folder, a packaged pair \(.*stdlib.*\) or .*, got 'stdlibb'"):
         load_pair("stdlibb")
+    for nothing in ("", None, 3):
+        with pytest.raises(BadInput, match="pair: must be a name or a folder"):
+            load_pair(nothing)
 
 
 @pytest.mark.parametrize("file", ["target/config.json", "tokenizer.json"])
@@ -159,6 +163,10 @@ def test_prompts_are_cut_and_counted(folder: Path) -> None:
         pair.prompts("test", 1, 2)
     with pytest.raises(BadInput, match="split: must be one of calibration, test, got 'train'"):
         pair.prompts("train", 1, 1)
+    for asked in (pair, SyntheticPair(2, 16, 2, 1, 24, 32, draft_layers=1)):
+        for num, num_tokens in ((-1, 1), (1, 0), ("1", 1), (1, True)):
+            with pytest.raises(BadInput, match=r"prompts: num\w*: must be an integer >= "):
+                asked.prompts("test", num, num_tokens)
 
 
 def test_hashes_speak_of_the_content(tiny_pair, folder: Path) -> None:

@@ -185,6 +185,16 @@ def test_a_grid_without_cells_is_refused(values, message) -> None:
         LatencyGrid(**(settings | values))
 
 
+def test_a_record_needs_candidates_and_a_draft_that_reaches_the_end() -> None:
+    for num in (0, -1, "3"):
+        with pytest.raises(BadInput, match="num_candidates: must be an integer >= 1"):
+            measure_agreement(hash_runner(), Workload("toy", TEXTS, 4), num_candidates=num)
+    short = serial_runner(HashModel(VOCAB_SIZE, 0), HashModel(VOCAB_SIZE, 0, max_positions=12))
+    assert len(measure_agreement(short, Workload("toy", TEXTS, 10)).token) == 40
+    with pytest.raises(BadInput, match="prompts with max_new_tokens must fit the draft's 12 positions, got 13"):
+        measure_agreement(short, Workload("toy", TEXTS, 11))
+
+
 def test_contexts_beyond_the_models_are_refused() -> None:
     with pytest.raises(BadInput, match="4096 positions"):
         measure_latency(hash_runner(), LatencyGrid(3, (4,), (4090,)), 0.0)

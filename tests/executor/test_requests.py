@@ -300,6 +300,33 @@ def test_a_seed_of_its_own_makes_a_request_independent_of_all_others() -> None:
     assert (trace.meta["seed"], trace.meta["own_seeds"]) == (5, {"1": 7})
 
 
+def test_prompts_that_repeat_under_other_settings_may_change_places() -> None:
+    one, other = Sampling(1.0), Sampling(1.0, top_k=3)
+    prompts_, sampling = ((4,), (4,), (4,)), (one, other, one)
+    for policy in (Autoregressive(), Speculative(3), ssd(3, 1, Fallback.DRAFT_MISSING)):
+        rules = Workload("test", prompts_, 20, sampling=sampling, batch_size=2)
+        first = texts(execute(policy, rules, hash_runner(), seed=5))
+        assert first[0] != first[2]
+        moved = texts(execute(policy, rules.select((1, 0, 2)), hash_runner(), seed=5))
+        assert moved == [first[1], first[0], first[2]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seed": -1}, "seed: must be an integer >= 0, got -1"),
+        ({"seed": "7"}, "seed: must be an integer >= 0, got '7'"),
+        ({"forced_acceptance": 3}, "forced_acceptance: must be a list, got 3"),
+        ({"forced_acceptance": (1.5,)}, "forced_acceptance: must be an integer >= 0, got 1.5"),
+        ({"on_draft_failure": "stop"}, "on_draft_failure: must be one of raise, continue, got 'stop'"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(wrong, message: str) -> None:
+    with pytest.raises(BadInput) as told:
+        execute(Speculative(2), workload(4), hash_runner(), **wrong)
+    assert str(told.value) == message
+
+
 def test_both_roles_are_told_the_same_settings_and_the_trace_shows_them(monkeypatch) -> None:
     told = {"target": [], "draft": []}
     begin = DraftService.begin
@@ -333,7 +360,9 @@ def test_down_weighting_needs_one_sampled_row() -> None:
 def test_every_request_has_its_settings() -> None:
     asked = list(requests(workload(sampling=MIXED, stop_strings=("a",)), seed=2))
     assert [r.sampling for r in asked] == list(MIXED)
-    assert [r.seed for r in asked] == [2] * 5 and [r.occurrence for r in asked] == [0, 0, 0, 1, 0]
+    assert [r.seed for r in asked] == [2] * 5 and [r.occurrence for r in asked] == [
+        0
+    ] * 5  # the same prompt twice, but not the same settings
     assert {r.stop_strings for r in asked} == {("a",)}
 
 

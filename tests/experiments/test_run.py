@@ -1,5 +1,6 @@
 """The pipeline on a bench that obeys the simulator's own laws: it finds them, writes everything and hides nothing."""
 
+import io
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from calibration.profile import Profile
 from calibration.validate import compare
+from experiments.cli import _print_summary
 from experiments.config import QUICKSTART, ExperimentConfig, load_config
 from experiments.measurement import batches, join, measure_interleaved
 from experiments.run import KINDS, measure_profile, notes, run_experiment
@@ -206,6 +208,9 @@ def test_batches_are_profiled_searched_executed_and_predicted(config: Experiment
     assert {s.batch_size for s in profile.latency} == {1, 4}
     assert {len(t.sequences) for t in profile.traces} == {4}  # a whole batch before the latencies, one after
     assert "batches of 4 sequences that begin together" in (tmp_path / "report.md").read_text()
+    shown = io.StringIO()
+    _print_summary(summary, Console(file=shown, width=200))
+    assert shown.getvalue().count("(no interval)") >= 3  # there is one batch of test prompts
 
 
 def test_batches_take_turns_whole(config: ExperimentConfig) -> None:
