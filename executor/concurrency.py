@@ -167,22 +167,22 @@ def open_runner(
         yield from _opened(pair, kind, dtype, _places(kind, *devices, graphs), answer_timeout_s)
 
 
-_CORES: dict[int, set[int]] = {}  # of a thread that has runners open: what it had before the first one pinned it
+_PINNED: dict[int, tuple[set[int], set[int]]] = {}  # by thread with a runner open: the cores it has, and had before
 
 
 @contextmanager
 def _unpinned() -> Iterator[None]:
-    """The calling thread has its cores again, also while another runner is open; at the end it has what it has now."""
+    """Where an open runner has pinned the calling thread, it has its cores again; at the end all is as it is now."""
     thread, cores, num_threads = threading.get_native_id(), os.sched_getaffinity(0), torch.get_num_threads()
-    is_first = thread not in _CORES
-    os.sched_setaffinity(0, _CORES.setdefault(thread, cores))
+    outer = _PINNED.get(thread, (cores, cores))
+    if cores == outer[0]:
+        os.sched_setaffinity(0, outer[1])
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(num_threads)
-        if is_first:
-            del _CORES[thread]
+        _PINNED[thread] = outer
 
 
 def _resolve(concurrency: str, device: torch.device, draft_device: torch.device) -> str:
@@ -223,7 +223,9 @@ def _opened(
         if kind != "serial":
             starting = ProcessDraft if kind == "processes" else ThreadDraft
             draft = stack.enter_context(closing(starting(pair, dtype, places["draft"], answer_timeout_s)))
+        before = os.sched_getaffinity(0)
         settled = {"target": places["target"].settle()}
+        _PINNED[threading.get_native_id()] = os.sched_getaffinity(0), before
         stack.enter_context(places["target"].stream())
         model = places["target"].load(pair, "target", dtype)
         target = Target(model, Recorder(Lane.TARGET, clock_of(model.device)))

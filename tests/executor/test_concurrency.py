@@ -159,21 +159,6 @@ def test_profiling_times_every_operation_idle_and_busy(two_processes) -> None:
     assert record.lengths.tolist() == [12, 12, 12]
 
 
-def test_one_core_means_serial_said_aloud(self_draft_pair) -> None:
-    affinity = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(affinity)})
-    try:
-        with (
-            pytest.warns(UserWarning, match="overlap: none"),
-            open_runner(self_draft_pair, "auto", dtype="float64") as runner,
-        ):
-            assert runner.concurrency == "serial"
-        with pytest.raises(BadInput, match="needs two cores"), open_runner(self_draft_pair, "processes"):
-            pass
-    finally:
-        os.sched_setaffinity(0, affinity)
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

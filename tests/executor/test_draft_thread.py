@@ -14,6 +14,7 @@ from executor.draft_client import DraftFailed
 from executor.execute import execute
 from executor.profiling import LatencyGrid, measure_latency
 from executor.toy_model import FakePair, HashModel, serial_runner
+from sim.errors import BadInput
 from sim.metrics import overlap
 from sim.policy import Autoregressive, Fallback, LateBuild, Speculative, SpeculativeSpeculative
 from sim.trace import Lane, Operation
@@ -141,6 +142,21 @@ def test_a_thread_that_hangs_is_left_behind_and_says_where() -> None:
         with pytest.raises(DraftFailed, match=r"(?s)left behind.*test_draft_thread\.py.*in feed"):
             execute(Speculative(3), workload(), runner)
         release.set()
+
+
+def test_one_core_means_serial_said_aloud() -> None:
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        with (
+            pytest.warns(UserWarning, match="overlap: none"),
+            open_runner(FakePair(models=models()), "auto") as runner,
+        ):
+            assert runner.concurrency == "serial"
+        with pytest.raises(BadInput, match="needs two cores"), open_runner(FakePair(models=models()), "processes"):
+            pass
+    finally:
+        os.sched_setaffinity(0, affinity)
 
 
 def test_more_threads_than_cores_are_said_aloud(monkeypatch) -> None:
