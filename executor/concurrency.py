@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -159,15 +160,29 @@ def open_runner(
         raise BadInput("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
     require_number("answer_timeout_s", answer_timeout_s, 0, above=True)
     devices = resolve("device", device), resolve("draft_device", draft_device or device)
-    kind = _resolve(concurrency, *devices)
-    affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    if CPU in devices:
-        warn_of_slow_arithmetic(dtype)
-    try:
+    with _unpinned():
+        kind = _resolve(concurrency, *devices)
+        if CPU in devices:
+            warn_of_slow_arithmetic(dtype)
         yield from _opened(pair, kind, dtype, _places(kind, *devices, graphs), answer_timeout_s)
+
+
+_CORES: dict[int, set[int]] = {}  # of a thread that has runners open: what it had before the first one pinned it
+
+
+@contextmanager
+def _unpinned() -> Iterator[None]:
+    """The calling thread has its cores again, also while another runner is open; at the end it has what it has now."""
+    thread, cores, num_threads = threading.get_native_id(), os.sched_getaffinity(0), torch.get_num_threads()
+    is_first = thread not in _CORES
+    os.sched_setaffinity(0, _CORES.setdefault(thread, cores))
+    try:
+        yield
     finally:
-        os.sched_setaffinity(0, affinity)
-        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(num_threads)
+        if is_first:
+            del _CORES[thread]
 
 
 def _resolve(concurrency: str, device: torch.device, draft_device: torch.device) -> str:
