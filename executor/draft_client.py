@@ -139,7 +139,7 @@ class DraftClient(ABC):
     def _patiently(self, timeout_s: float | None, wait: Callable[[float], T]) -> T:
         """Wait for the draft; without a limit as long as it works at all."""
         while True:
-            before_s = self._worked_s()
+            before_s = 0.0 if timeout_s else self._worked_s()  # reading that costs as much as a hand-over
             try:
                 return wait(timeout_s or self._answer_timeout_s)
             except TimeoutError:
