@@ -206,12 +206,17 @@ LONG = Result(1, bytes(2**21))  # many times what a pipe holds
 
 
 def test_two_ends_that_send_at_once_do_not_wait_for_each_other(pipe) -> None:
-    sender = threading.Thread(target=pipe[0].send, args=(LONG,))
-    sender.start()
-    pipe[1].send(LONG)
-    assert pipe[1].receive() == LONG
-    sender.join()
-    assert pipe[0].peek() == pipe[0].receive() == LONG
+    received = []
+
+    def exchange(end: PipeChannel) -> None:
+        end.send(LONG)
+        received.append(end.receive())
+
+    other = threading.Thread(target=exchange, args=pipe[:1])
+    other.start()
+    exchange(pipe[1])
+    other.join()
+    assert received == [LONG, LONG]
 
 
 def test_what_a_full_pipe_holds_back_is_not_lost(pipe) -> None:
