@@ -307,16 +307,22 @@ def bench_sim(
 
 @bench_app.command("executor")
 def bench_executor(
-    as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
+    pair: Annotated[
+        list[str] | None, typer.Option("--pair", help="Pairs to measure; all packaged ones if none.")
+    ] = None,
+    as_json: AsJson = False,
+    reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False,
 ) -> None:
-    """AR, SD and SSD beside each other and beside transformers' own decoding; takes a few minutes for each pair."""
+    """AR, SD and SSD beside each other and beside transformers' own decoding; takes minutes for a small pair, a quarter
+    of an hour for smollm2."""
     from experiments.bench import model_libraries
 
     console = _console(as_json=as_json)
     with model_libraries():
         from experiments import executor_benchmark
     sizes = executor_benchmark.REDUCED if reduced else executor_benchmark.Sizes()
-    figures = executor_benchmark.bench_executor(sizes, lambda doing: console.print(doing, highlight=False))
+    pairs = tuple(pair or executor_benchmark.PAIRS)
+    figures = executor_benchmark.bench_executor(sizes, lambda doing: console.print(doing, highlight=False), pairs)
     if as_json:
         print(json.dumps(figures, indent=1))
         return
