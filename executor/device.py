@@ -34,7 +34,10 @@ def resolve(name: str, device: str) -> torch.device:
     num_gpus = torch.cuda.device_count()
     index = found.index or 0
     if index >= num_gpus:
-        raise BadInput(name, f"must be one of the {num_gpus} CUDA devices that torch finds", device)
+        rule = (
+            f"must be one of the {num_gpus} CUDA devices that torch finds" if num_gpus else "torch finds no CUDA device"
+        )
+        raise BadInput(name, rule, device)
     return torch.device("cuda", index)
 
 

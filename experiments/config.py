@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from experiments.strict_yaml import Document, Keys, Section, read_yaml, validate
 from sim.errors import BadInput
@@ -17,7 +19,24 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 Count = Annotated[int, Field(ge=1)]
 Downweight = Annotated[float, Field(gt=0, le=1)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+
+
+def _written(pattern: str, rule: str) -> AfterValidator:
+    """Text that matches all of `pattern`, which `rule` says in words."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise PydanticCustomError("written", rule)
+        return text
+
+    return AfterValidator(check)
+
+
+Device = Annotated[str, _written(r"cpu|cuda(:[0-9]+)?", "must be cpu, cuda or cuda:i")]
+FileName = Annotated[
+    str,
+    _written(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "must be letters, digits, dots, - and _, one of the first two in front"),
+]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
@@ -81,7 +100,7 @@ class ExperimentConfig(Section):
     """One experiment, resolved."""
 
     schema_number: Literal[1] = Field(alias="schema")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: FileName
     pair: Annotated[str, Field(min_length=1)]
     concurrency: Literal["auto", "processes", "streams", "serial"] = "auto"
     device: Device = "cpu"  # of both roles

@@ -25,6 +25,9 @@ def test_devices_that_are_not_there_are_refused(monkeypatch) -> None:
     assert resolve("device", "cuda:1") == torch.device("cuda", 1)
     with pytest.raises(BadInput, match="must be one of the 2 CUDA devices"):
         resolve("device", "cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BadInput, match="device: torch finds no CUDA device, got 'cuda'"):
+        resolve("device", "cuda")
 
 
 def test_two_processes_do_not_share_a_gpu(monkeypatch) -> None:

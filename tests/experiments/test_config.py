@@ -48,10 +48,10 @@ def line_of(old: str) -> int:
         ("fallbacks: [draft, none]", "fallbacks: draft", "search.fallbacks: must be a valid array, got 'draft'"),
         ("fallbacks: [draft, none]", "fallbacks: []", "search.fallbacks: must have at least 1 item"),
         ("concurrency: auto", "concurrency: threads", "concurrency: must be 'auto', 'processes', 'streams"),
-        ("seed: 0", "seed: 0\ndevice: gpu", "device: must match pattern"),
+        ("seed: 0", "seed: 0\ndevice: gpu", "device: must be cpu, cuda or cuda:i, got 'gpu'"),
         ("seed: 0", "seed: 0\ndtype: int8", "dtype: must be 'float32', 'float64'"),
         ("schema: 1", "schema: 2", "schema: must be 1, got 2"),
-        ("name: quickstart", "name: ../elsewhere", "name: must match pattern"),
+        ("name: quickstart", "name: ../elsewhere", "name: must be letters, digits"),
         ("budgets: [4, 8", "budgets: [4, 64", "search.budgets: must not exceed the largest of profile.branch_counts"),
         (
             "max_speculation_length: 8",
