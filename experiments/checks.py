@@ -45,7 +45,7 @@ def law_in_words() -> str:
     """What the thresholds mean."""
     from executor.law_check import FALSE_ALARM
 
-    return f"a lossless decoder exceeds a threshold with probability {FALSE_ALARM:g}; what is known to be wrong must"
+    return f"a lossless decoder exceeds a threshold with probability {FALSE_ALARM:g}; known faults must exceed theirs"
 
 
 def _law_verdict(verdict: Verdict) -> str:

@@ -24,6 +24,8 @@ EXIT_FAILED = 1
 EXIT_NOT_LOSSLESS = 1
 EXIT_INTERRUPTED = 130
 WIDTH_OF_FILES = 150
+LONGEST_FIGURE = len("1234.5 [1234.5, 1234.5]")
+DIGITS = tuple("0123456789+-±")
 
 app = typer.Typer(
     help="Plan speculative and speculative speculative decoding: profile a pair, predict, choose, execute, compare.",
@@ -480,16 +482,23 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """The first column, which holds names, folds where space is short."""
+    """Columns of words fold where space is short, columns of figures do not."""
     from rich.table import Table
 
     table = Table()
-    table.add_column(head[0], overflow="fold")
-    for title in head[1:]:
-        table.add_column(title, no_wrap=True, justify="right")
+    for number, title in enumerate(head):
+        if number and _are_figures([row[number] for row in rows]):
+            table.add_column(title, no_wrap=True, justify="right")
+        else:
+            table.add_column(title, overflow="fold", min_width=8)
     for row in rows:
         table.add_row(*row)
     console.print(table, highlight=False, markup=False)
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    """Short cells that begin with a digit or a sign; a word may stand among them."""
+    return all(len(cell) <= LONGEST_FIGURE for cell in cells) and any(cell.startswith(DIGITS) for cell in cells)
 
 
 def _exit_unless_lossless(summary: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ AFTERMATHS = [
     ],
 )
 def test_the_law_check(verdicts, words, code, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(experiments.checks, "run_law_check", lambda progress: verdicts)
     result = CliRunner().invoke(app, ["check", "law"])
     assert result.exit_code == code
@@ -45,8 +46,19 @@ def test_the_law_check(verdicts, words, code, monkeypatch) -> None:
     assert answer["cases"][0]["comparisons"][0]["setting"]["top_k"] == 2
 
 
+def test_a_narrow_terminal_shows_every_column(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    case = Case("SSD hits misses and others", Autoregressive(), fault=lambda: None)
+    monkeypatch.setattr(experiments.checks, "run_law_check", lambda progress: [Verdict(case, (BEYOND,))])
+    shown = CliRunner().invoke(app, ["check", "law"]).output
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("case", "misses", "top_k", "1000", "total variation", "0.2000", "0.0500", "caught"):
+        assert word in shown
+
+
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_fault_check(is_right, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
     aftermaths = [AFTERMATHS[0], replace(AFTERMATHS[1], is_right=is_right)]
     monkeypatch.setattr(experiments.checks, "run_fault_check", lambda pair, progress: aftermaths)
     result = CliRunner().invoke(app, ["check", "faults"])
