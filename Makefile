@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/saguaro run experiments/configs/quickstart.yaml --out out/quickstart --overwrite
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
