@@ -6,7 +6,8 @@ alike. On a shared machine the ratios travel, the times do not. Intervals are 95
 
 - whole texts, prefill included, by wall clock around the call: ratio of total times over prompts
   (`sd_over_assisted_generation`, `ar_over_generate`, `prompt_lookup_over_transformers`);
-- `verify_over_ar_step`: ratio of median times of the forward passes, over blocks that hold one pass of each width;
+- `verify_over_ar_step`: ratio of median times of the forward passes, over blocks that hold `PASSES_IN_A_ROW` passes of
+  each width: a decoder repeats one width, and a pass that finds the processor's caches full of other work is slower;
 - `speedups`: ratio of decode rates, and `round_efficiency_on_hits`, over batches of prompts (`sim.metrics`).
 
 Texts have a fixed length. The policies are those of `default_policies`, the same for every pair and machine.
@@ -42,6 +43,7 @@ SEED = 20260311
 FEWEST_UNITS = 3
 LONGEST_MEASURED = 8  # K of the forward passes
 MOST_BLOCKS = 1000
+PASSES_IN_A_ROW = 10
 COMPARED = {  # their way to decode and ours, by the name of the ratio of their times
     "ar_over_generate": ("generate", "ar"),
     "sd_over_assisted_generation": ("assisted", "sd"),
@@ -188,7 +190,11 @@ class _PairBench:
             model.roll_back(len(context))
 
         def feed(one_pass: Callable[[Sequence[int]], Any], width: int) -> Work:
-            return lambda unit: one_pass(context[:width])
+            def passes(unit: int) -> None:
+                for _ in range(PASSES_IN_A_ROW):
+                    one_pass(context[:width])
+
+            return passes
 
         widths = range(1, LONGEST_MEASURED + 2)
         works = {f"lean {width}": feed(lean, width) for width in widths}
