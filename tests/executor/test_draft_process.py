@@ -139,6 +139,11 @@ def test_a_run_survives_its_draft_if_told_so(tiny_pair, tiny_serial) -> None:
             execute(POLICY, rules, runner)
 
 
+# A shell lets what it starts in the background ignore Ctrl-C, and that is inherited: the tests' own parents heed it.
+HEED_INTERRUPTS = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 LOADING_CHILD = """
 import multiprocessing, sys, time
 from executor.child import start_child
@@ -173,7 +178,7 @@ if __name__ == "__main__":
 def test_a_killed_or_interrupted_parent_leaves_no_child(program: str, sent, tiny_pair, tmp_path) -> None:
     """A child that is busy with something else, and one that serves."""
     file = tmp_path / "parent.py"
-    file.write_text(program)
+    file.write_text(HEED_INTERRUPTS + program)
     parent = subprocess.Popen(
         [sys.executable, str(file), str(tiny_pair.folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
