@@ -286,6 +286,43 @@ def run(
     _exit_unless_lossless(summary)
 
 
+@app.command()
+def validate(
+    config_file: ConfigFile,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
+    overwrite: Overwrite = False,
+    seed: Seed = None,
+    reduced: Reduced = False,
+    profile_folder: Annotated[
+        Path | None, typer.Option("--profile", help="Use the profiles of an earlier validation; measure none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run many held-out configurations for real and set every prediction beside its measurement."""
+    from experiments.config import load_config
+    from experiments.output import output_folder
+    from experiments.validation import for_largest_batch, print_validation, read_profiles, run_validation
+
+    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed))
+    earlier = read_profiles(profile_folder) if profile_folder else None
+    out = out or Path("out") / config.name
+    console = _console(as_json=as_json)
+    with output_folder(out, overwrite=overwrite) as folder:
+        from experiments.bench import open_bench
+        from experiments.stages import Stages
+
+        stages = Stages(console)
+        with open_bench(config, stages) as bench:
+            validation = run_validation(config, bench, folder, stages, earlier)
+    print_validation(validation, console)
+    console.print(f"wrote {out / 'validation.md'}", highlight=False)
+    if as_json:
+        print(json.dumps(validation, indent=1))
+    lossless = validation["lossless"]
+    if validation["missed"] or (lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]):
+        raise typer.Exit(EXIT_FAILED)
+
+
 @bench_app.command("sim")
 def bench_sim(
     as_json: AsJson = False, reduced: Annotated[bool, typer.Option("--reduced", help="A quick look.")] = False
