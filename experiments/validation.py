@@ -14,7 +14,7 @@ from rich.table import Table
 
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
-from calibration.summaries import independent_rounds
+from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
 from calibration.validation_report import answer as result_in_words
@@ -32,6 +32,7 @@ from experiments.run import (
     workloads_of_short_runs,
 )
 from experiments.stages import Stages
+from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.metrics import Estimate, decode_totals, speedup
 from sim.parametric import ParametricAgreement
@@ -348,19 +349,26 @@ def ablate(
     for name in ABLATIONS:
         predicted, num_kept = [], 0
         for c, own in zip(configurations, whole, strict=True):
-            system = _without(name, systems[c.batch_size], c.policy)
+            system = _without(name, systems[c.batch_size], c.policy, test)
             if system is None:
                 predicted.append(own)
                 num_kept += 1
                 continue
-            rules = replace(test, stop_ids=()) if isinstance(system.agreement, ParametricAgreement) else test
+            rules = _rules(system, test)
             prediction = predictions([c], rules, {c.batch_size: system}, seed)[0]
             predicted.append(predicted_totals(prediction, validation.results[0].block))
         found[name] = validation.figures(predicted) | {"num_unchanged": num_kept}
     return found
 
 
-def _without(name: str, system: System, policy: Policy) -> System | None:
+def _rules(system: System, test: Workload) -> Workload:
+    """Of texts of which only numbers are known, the length and the temperature."""
+    if not isinstance(system.agreement, ParametricAgreement):
+        return test
+    return Workload("parametric", test.prompts, test.max_new_tokens, test.temperature)
+
+
+def _without(name: str, system: System, policy: Policy, test: Workload) -> System | None:
     if name == "without contention":
         return replace(system, contention=dict.fromkeys(Lane, 1.0))
     if name == "without host time":
@@ -370,8 +378,9 @@ def _without(name: str, system: System, policy: Policy) -> System | None:
     drafts = [policy.drafting(source) for source in (Source.HIT, Source.MISS)]
     if any(d.num_drafted and (d.proposer is not Proposer.DRAFT_MODEL or d.downweight != 1) for d in drafts):
         return None
-    agreement: ParametricAgreement = independent_rounds(system.agreement, policy.speculation_length)  # type: ignore[arg-type]
-    return replace(system, agreement=agreement)
+    if not isinstance(system.agreement, AgreementRecord):
+        return None
+    return replace(system, agreement=parametric(system.agreement, test, policy))
 
 
 def _with_means(system: System) -> System:

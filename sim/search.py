@@ -336,13 +336,13 @@ def _clipped(fan_out: FanOut, most: int) -> FanOut:
 
 def mean_acceptance(agreement: Agreement) -> float:
     """Mean acceptance of a first draft token over all positions that rounds can test."""
-    return float(agreement.acceptance_table(0, FIRST_DRAFT)[testable_positions(agreement)].mean())
+    return float(agreement.acceptance_table(0, FIRST_DRAFT)[_testable(agreement)].mean())
 
 
 def miss_exponent(agreement: Agreement) -> float:
     """r of the best line through log miss(F) = log c - r log F over F = 1, 2, 4, ...; the misses are those of a bonus
     token drawn from p after full acceptance. At least .01, so that Theorem 12 keeps its meaning."""
-    testable = testable_positions(agreement)
+    testable = _testable(agreement)
     fan_outs = 2 ** np.arange(int(np.log2(min(agreement.num_candidates, WIDEST_FITTED))) + 1)
     misses = np.array([1 - agreement.hit_table(int(f), 0, COMPLETE, rejected=False)[testable].mean() for f in fan_outs])
     seen = misses > 1e-12
@@ -352,7 +352,7 @@ def miss_exponent(agreement: Agreement) -> float:
     return max(0.01, float(-slope))
 
 
-def testable_positions(agreement: Agreement) -> NDArray[np.bool_]:
+def _testable(agreement: Agreement) -> NDArray[np.bool_]:
     """(num_prompts, longest) positions inside the texts but the first, which the prefill emits."""
     position = np.arange(int(agreement.lengths.max(initial=0)))
     return (position > 0) & (position < agreement.lengths[:, None])
