@@ -74,9 +74,9 @@ class AgreementSummary:
 def summarize_agreement(record: AgreementRecord, workload: Workload, policy: Policy) -> AgreementSummary:
     """Acceptance and hit curves of the rounds that a policy starts on the record's texts."""
     visits = _Visits(record, workload, policy)
-    curves = ()
-    if isinstance(policy, SpeculativeSpeculative):
     curves: tuple[CurveSummary, ...] = ()
+    if isinstance(policy, SpeculativeSpeculative):
+        curves = tuple(
             summary
             for source, law in visits.laws.items()
             for k in range(law.drafting.num_drafted + 1)
