@@ -19,6 +19,8 @@ from sim.errors import BadInput, RunFailed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.planning import Plan
+
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_NOT_LOSSLESS = 1
@@ -122,13 +124,19 @@ def fit(
     out: Annotated[Path, typer.Option("--out", help="The system.json to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it."""
+    """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it. Shows how well its
+    parameters are known."""
     from calibration.fit import fit as fit_system
+    from calibration.fit_report import report_fit
     from calibration.profile import Profile
+    from experiments.fitted import print_fit
     from experiments.output import output_files
 
+    profile = Profile.read(profile_folder)
+    system = fit_system(profile)
     with output_files(out, overwrite=overwrite) as file:
-        fit_system(Profile.read(profile_folder)).write(file)
+        system.write(file)
+    print_fit(report_fit(profile, system), profile, system, _console(as_json=False))
     print(f"wrote {out}")
 
 
@@ -151,7 +159,7 @@ def simulate(
     from sim.simulate import predict
 
     plan = read_plan(source, batch_size)
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
     _print_predictions([prediction], as_json=as_json)
@@ -180,7 +188,7 @@ def search(
     plan = read_plan(source, batch_size)
     if plan.search is not None and config_file is not None:
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
     found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan.workload, plan.system))
     if as_json:
@@ -235,7 +243,7 @@ def serve(
     from sim.serving import serve as serve_load
 
     plan = read_plan(source)
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
@@ -468,8 +476,11 @@ def _console(*, as_json: bool) -> Console:
     return console
 
 
-def _print_assumptions(assumptions: Sequence[str]) -> None:
-    for assumption in assumptions:
+def _print_basis(plan: Plan) -> None:
+    """What a reader must know before the figures."""
+    for doubt in plan.doubts:
+        print(f"warning: {doubt}", file=sys.stderr)
+    for assumption in plan.assumptions:
         print(f"assumed: {assumption}", file=sys.stderr)
 
 
