@@ -19,6 +19,8 @@ from sim.errors import BadInput, RunFailed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.uncertainty import Uncertainty
+
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_NOT_LOSSLESS = 1
@@ -169,12 +171,20 @@ def search(
         typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
     ] = None,
     batch_size: BatchSize = None,
+    draws: Annotated[
+        int, typer.Option("--draws", min=0, help="Draws from the ranges of a file of numbers; 0 leaves them out.")
+    ] = 40,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR."""
+    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR.
+
+    From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
+    """
     from experiments.config import QUICKSTART, load_config
     from experiments.planning import best_engine, read_plan
     from experiments.run import search_space
+    from experiments.uncertainty import uncertainty
     from sim.search import search as search_policies
 
     plan = read_plan(source, batch_size)
@@ -182,7 +192,11 @@ def search(
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_assumptions(plan.assumptions)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan.workload, plan.system))
+    engine_name = engine or best_engine(plan.workload, plan.system)
+    found = search_policies(space, plan.workload, plan.system, engine=engine_name, seed=seed)
+    moved = None
+    if plan.numbers is not None and plan.numbers.ranges and draws:
+        moved = uncertainty(plan.numbers, found.best_of_each_length(), draws, seed)
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
         infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
@@ -191,6 +205,8 @@ def search(
             "recommended": ranked[0],
             "ranked": ranked,
             "infeasible": infeasible,
+            "assumptions": list(plan.assumptions),
+            "uncertainty": None if moved is None else moved.to_dict(),
         }
         print(json.dumps(answer, indent=1))
         return
@@ -199,6 +215,8 @@ def search(
         policy, reason = found.infeasible[0]
         num = len(found.infeasible)
         print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
+    if moved is not None:
+        _print_uncertainty(moved)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
 
 
@@ -456,6 +474,32 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
     for prediction in predictions:
         for note in prediction.notes:
             print(f"{prediction.policy.name}: {note}", file=sys.stderr)
+
+
+def _print_uncertainty(moved: Uncertainty) -> None:
+    """Of the policies that are sometimes the best, and then of every range by itself."""
+    from experiments.uncertainty import SHARE_INSIDE
+
+    interval = f"in {100 * SHARE_INSIDE:.0f} % of draws"
+    columns = zip(moved.policies, moved.intervals, moved.best_shares, moved.mean_losses, strict=True)
+    rows = [
+        (policy.name, f"{low:.1f} to {high:.1f}", f"{100 * share:.0f}", f"{100 * loss:.1f}")
+        for policy, (low, high), share, loss in columns
+    ]
+    console = _console(as_json=False)
+    _print_table(("tokens/s", interval, "best, % of draws", "mean loss, %"), rows, console)
+    each = [
+        (
+            entry.range.in_words(),
+            "{:.1f} .. {:.1f}".format(*entry.tokens_per_s),
+            " .. ".join(dict.fromkeys(policy.name for policy in entry.best)),
+            "{:.1f} .. {:.1f}".format(*(100 * lost for lost in entry.lost)),
+            entry.range.because or "given",
+        )
+        for entry in moved.sensitivities
+    ]
+    _print_table(("one range at a time", "tokens/s of the best", "then best", "lost, %", "why"), each, console)
+    console.print(moved.in_words(), highlight=False, markup=False)
 
 
 def _rate(estimate: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.config import SearchConfig
-from experiments.numbers import read_numbers
+from experiments.numbers import Numbers, read_numbers
 from experiments.recorded_workload import recorded_workload
 from sim.errors import BadInput
 from sim.system import System
@@ -15,12 +15,14 @@ from sim.workload import Workload
 
 @dataclass(frozen=True)
 class Plan:
-    """A system, what it decodes, and what had to be assumed. Only a file of numbers says what to search."""
+    """A system, what it decodes, and what had to be assumed. Only a file of numbers says what to search, and what is
+    only known to lie in a range."""
 
     system: System
     workload: Workload
     search: SearchConfig | None = None
     assumptions: tuple[str, ...] = ()
+    numbers: Numbers | None = None
 
 
 def read_plan(source: Path, batch_size: int | None = None) -> Plan:
@@ -32,7 +34,7 @@ def read_plan(source: Path, batch_size: int | None = None) -> Plan:
                 "--batch-size", "goes with a system.json; a file of numbers says text.batch_size", batch_size
             )
         numbers = read_numbers(source)
-        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions)
+        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
     system = System.read(source)
     return Plan(system, replace(recorded_workload(system.agreement), batch_size=batch_size or 1))
 
