@@ -62,6 +62,10 @@ BatchSize = Annotated[
 OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
 ]
+Draws = Annotated[
+    int, typer.Option("--draws", min=0, help="Draws from the ranges of a file of numbers; 0 leaves them out.")
+]
+DrawSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
@@ -171,10 +175,8 @@ def search(
         typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
     ] = None,
     batch_size: BatchSize = None,
-    draws: Annotated[
-        int, typer.Option("--draws", min=0, help="Draws from the ranges of a file of numbers; 0 leaves them out.")
-    ] = 40,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")] = 0,
+    draws: Draws = 40,
+    seed: DrawSeed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR.
@@ -218,6 +220,45 @@ def search(
     if moved is not None:
         _print_uncertainty(moved)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
+
+
+@app.command("import")
+def import_(
+    format_: Annotated[str, typer.Argument(metavar="FORMAT", help="vllm, sglang, ssd or logprobs.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Its files; of logprobs the target's, then the draft's.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write numbers.yaml into.")],
+    plain: Annotated[
+        Path | None, typer.Option("--ar", help="The same benchmark of the same engine without speculation.")
+    ] = None,
+    overwrite: Overwrite = False,
+    speculation_length: Annotated[int | None, typer.Option("--speculation-length", min=1)] = None,
+    fan_out: Annotated[int | None, typer.Option("--fan-out", min=1, help="Of every accepted count (ssd).")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Rows decoded together.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Of every text.")] = None,
+    new_tokens: Annotated[int | None, typer.Option("--new-tokens", min=2, help="Of every text.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0, help="Of the target.")] = None,
+    draws: Draws = 40,
+    seed: DrawSeed = 0,
+) -> None:
+    """Plan from the files of another engine: what they tell goes into a file of numbers, with the ranges of what they
+    leave open, and is searched as `search` does. Options say what the files of some formats leave out."""
+    from calibration.importers.imported import Told
+    from experiments.imports import NUMBERS, Format, import_files, write_import
+    from experiments.output import output_folder
+
+    if format_ not in list(Format):
+        raise BadInput("FORMAT", f"must be one of {', '.join(Format)}", format_)
+    told = Told(speculation_length, fan_out, batch_size, prompt_tokens, new_tokens, temperature)
+    imported = import_files(Format(format_), files, plain, told)
+    with output_folder(out, overwrite=overwrite) as folder:
+        write_import(imported, [*files, *([plain] if plain else [])], folder)
+    for said, lines in (("learned", imported.how), ("not learned", imported.not_learned)):
+        for line in lines:
+            print(f"{said}: {line}", file=sys.stderr)
+    search(out / NUMBERS, draws=draws, seed=seed)
+    print(f"wrote {out / NUMBERS}")
 
 
 @app.command()

@@ -60,11 +60,39 @@ PLAUSIBLE_CURVES = {
 }
 
 
+class OverallHitConfig(Section):
+    """Hit rate of all rounds at one fan-out, the same for every accept count. Beside it stand the exponent of both
+    curves and by how much misses after a miss are more frequent than after a hit."""
+
+    hit_rate: Annotated[float, Field(ge=0, le=1)]
+    fan_out: Count
+    exponent: Annotated[float, Field(ge=0)] = ASSUMED_AFTER_HIT.exponent
+    miss_ratio: Annotated[float, Field(ge=1)] = ASSUMED_AFTER_MISS.prefactor / ASSUMED_AFTER_HIT.prefactor
+
+    def curves(self) -> tuple[HitCurve, HitCurve]:
+        """After a hit and after a miss. With m and m * `miss_ratio` missed after either, the stationary hit rate p of
+        eq. 1 obeys m (p + (1 - p) * miss_ratio) = 1 - p."""
+        missed = 1 - self.hit_rate
+        after_hit = missed / (self.hit_rate + missed * self.miss_ratio)
+        scale = self.fan_out**self.exponent
+        after_miss = after_hit * self.miss_ratio
+        return HitCurve(after_hit * scale, self.exponent), HitCurve(after_miss * scale, self.exponent)
+
+
 class HitConfig(Section):
-    """Hit curves by the source of the round; the defaults are assumptions, not measurements."""
+    """Hit curves by the source of the round, or the hit rate of all; the defaults are assumptions, not measurements."""
 
     after_hit: CurveConfig = ASSUMED_AFTER_HIT
     after_miss: CurveConfig = ASSUMED_AFTER_MISS
+    overall: OverallHitConfig | None = None
+
+    def curves(self) -> tuple[HitCurve, HitCurve]:
+        """After a hit and after a miss. Raises `BadInput` if they are given twice."""
+        if self.overall is None:
+            return self.after_hit.curve(), self.after_miss.curve()
+        if len(self.model_fields_set) > 1:
+            raise BadInput("hits.overall", "must be left out where a curve by source is given")
+        return self.overall.curves()
 
 
 class DevicesConfig(Section):
@@ -230,13 +258,13 @@ def _agreement(config: NumbersConfig, folder: Path) -> Agreement:
             rule = "must be left out where acceptance.records hold it"
             raise BadInput(f"text.{told[0]}" if told else "hits", rule)
         return AgreementRecord.read(folder / given.records[given.record_number])
-    hits = config.hits or HitConfig()
+    after_hit, after_miss = (config.hits or HitConfig()).curves()
     return ParametricAgreement(
         prompt_tokens=text.prompt_tokens,
         new_tokens=text.new_tokens,
         acceptance=given.conditional_rates(),
-        after_hit=(hits.after_hit.curve(),),
-        after_miss=(hits.after_miss.curve(),),
+        after_hit=(after_hit,),
+        after_miss=(after_miss,),
         sampling_temperature=text.temperature,
         num_texts=text.batch_size,
     )
@@ -316,7 +344,7 @@ def _value_at(values: Any, key: str) -> float | None:
 def _assumed_ranges(config: NumbersConfig) -> list[Range]:
     """What stands for numbers that the file does not give, each over its plausible range."""
     assumed = []
-    if config.acceptance.records is None:
+    if config.acceptance.records is None and (config.hits is None or config.hits.overall is None):
         told = config.hits.model_fields_set if config.hits else set()
         for source in sorted(PLAUSIBLE_CURVES.keys() - told):
             assumed += _curve_ranges(source)
