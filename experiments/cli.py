@@ -245,7 +245,8 @@ def import_(
     """Plan from the files of another engine: what they tell goes into a file of numbers, with the ranges of what they
     leave open, and is searched as `search` does. Options say what the files of some formats leave out."""
     from calibration.importers.imported import Told
-    from experiments.imports import NUMBERS, Format, import_files, write_import
+    from experiments.imports import NUMBERS, Format, import_files, predicted_runs, write_import
+    from experiments.numbers import read_numbers
     from experiments.output import output_folder
 
     if format_ not in list(Format):
@@ -254,9 +255,13 @@ def import_(
     imported = import_files(Format(format_), files, plain, told)
     with output_folder(out, overwrite=overwrite) as folder:
         write_import(imported, [*files, *([plain] if plain else [])], folder)
+        runs = predicted_runs(imported, read_numbers(folder / NUMBERS))
     for said, lines in (("learned", imported.how), ("not learned", imported.not_learned)):
         for line in lines:
             print(f"{said}: {line}", file=sys.stderr)
+    if runs:
+        rows = [(name, f"{had:.1f}", f"{has:.1f}", f"{100 * (has / had - 1):+.1f} %") for name, had, has in runs]
+        _print_table(("runs in the files", "tokens/s", "predicted", "error"), rows, _console(as_json=False))
     search(out / NUMBERS, draws=draws, seed=seed)
     print(f"wrote {out / NUMBERS}")
 

@@ -16,16 +16,16 @@ from calibration.importers.logprobs import import_logprobs
 from calibration.importers.sglang import import_sglang
 from calibration.importers.ssd import import_ssd
 from calibration.importers.vllm import import_vllm
+from experiments.numbers import Numbers
+from experiments.planning import best_engine
 from sim.errors import BadInput
+from sim.policy import SpeculativeSpeculative
+from sim.simulate import predict
 
 SCHEMA = 1
 NUMBERS = "numbers.yaml"
-SEARCH = {
-    "speculation_lengths": [1, 2, 3, 4, 5, 6, 7, 8],
-    "budgets": [8, 16, 24, 32],
-    "fan_out_rules": ["uniform", "geometric", "exact"],
-    "fallbacks": ["draft", "none"],
-}
+LONGEST = 8  # speculation length that is searched, unless a run of the files has a longer one
+BUDGETS = (8, 16, 24, 32)
 
 
 class Format(StrEnum):
@@ -76,12 +76,38 @@ def write_import(imported: Imported, files: Sequence[Path], folder: Path) -> Non
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
+def predicted_runs(imported: Imported, numbers: Numbers) -> list[tuple[str, float, float]]:
+    """Name, measured and predicted tokens/s of the runs that the files tell of: how well the numbers fit together."""
+    engine = best_engine(numbers.workload, numbers.system)
+    return [
+        (
+            run.policy.name,
+            run.tokens_per_s,
+            predict(run.policy, numbers.workload, numbers.system, engine=engine).tokens_per_s.value,
+        )
+        for run in imported.measured
+    ]
+
+
 def numbers_file(imported: Imported) -> str:
     """A file of numbers; comments say what was learned and what was not."""
     head = [f"Imported from files of {imported.engine}. What is known better can be put in its place."]
     head += [f"learned: {line}" for line in imported.how]
     head += [f"not learned: {line}" for line in imported.not_learned]
     sections: dict[str, Any] = {"schema": 1, "name": f"from-{imported.engine}"}
-    sections |= imported.numbers() | {"search": SEARCH}
+    sections |= imported.numbers() | {"search": _search(imported)}
     body = yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {line}\n" for line in head) + body
+
+
+def _search(imported: Imported) -> dict[str, Any]:
+    """A grid that holds the policies of the files' runs."""
+    policies = [run.policy for run in imported.measured]
+    longest = max([LONGEST, *(policy.speculation_length for policy in policies)])
+    budgets = {sum(policy.fan_out_after_hit) for policy in policies if isinstance(policy, SpeculativeSpeculative)}
+    return {
+        "speculation_lengths": list(range(1, longest + 1)),
+        "budgets": sorted({*BUDGETS, *budgets}),
+        "fan_out_rules": ["uniform", "geometric", "exact"],
+        "fallbacks": ["draft", "none"],
+    }

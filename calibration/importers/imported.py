@@ -9,6 +9,7 @@ from typing import Any
 
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
+from sim.policy import Policy
 
 BARE_ACCEPTANCE = ("acceptance", "acceptance_rate", "accept_rate", "spec_accept_rate", "draft_acceptance_rate")
 BY_DEFINITION = (
@@ -58,12 +59,21 @@ class Assumed:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Tokens/s of all rows that a policy reached in a run of the files."""
+
+    policy: Policy
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
 class Imported:
     """What a plan can start from.
 
     `learned` are numbers by the full key of a file of numbers (milliseconds where the key says so), `how` says where
     they come from, `not_learned` what the files leave open. `records` are agreement records by the file names that
-    `learned` has for them: none, one, or the lower and the upper end of what a dump leaves open.
+    `learned` has for them: none, one, or the lower and the upper end of what a dump leaves open. `measured` are runs
+    that a plan from these numbers should predict.
     """
 
     engine: str
@@ -72,6 +82,7 @@ class Imported:
     not_learned: tuple[str, ...]
     assumed: tuple[Assumed, ...]
     records: Mapping[str, AgreementRecord] = field(default_factory=dict, compare=False)
+    measured: tuple[Measured, ...] = ()
 
     def numbers(self) -> dict[str, Any]:
         """The sections of a file of numbers but for what to search, the ranges of what is assumed among them."""
@@ -95,6 +106,7 @@ class Imported:
             "learned": dict(self.learned),
             "how": list(self.how),
             "not_learned": list(self.not_learned),
+            "measured": [{"policy": run.policy.to_dict(), "tokens_per_s": run.tokens_per_s} for run in self.measured],
             "assumed": [{f.name: getattr(entry, f.name) for f in fields(entry)} for entry in self.assumed],
         }
 

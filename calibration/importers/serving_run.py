@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.importers.imported import Imported, Told
+from calibration.importers.imported import Imported, Measured, Told
 from calibration.importers.speculation import SPREAD_OF_PROMPTS, Speculation, whose_acceptance
 from calibration.importers.step_times import step_times
 from sim.errors import BadInput, require_number
+from sim.policy import Autoregressive, Speculative
 
 NO_HIT_CURVE = "how often prepared outcomes are hit: published hit curves stand for it, each over its range"
 NO_BUILD = "how long a build takes beside the verification: its steps are taken to be draft steps"
@@ -74,7 +75,15 @@ def from_runs(
         how=(speculation.in_words(), *times.how, *(f"{run.name}: {run.batch_size} rows together" for run in runs)),
         not_learned=(*times.not_learned, *unknown, NO_HIT_CURVE, NO_BUILD, *caveats),
         assumed=(SPREAD_OF_PROMPTS, *times.assumed),
+        measured=tuple(_measured(plain, speculating, speculation)),
     )
+
+
+def _measured(plain: ServingRun | None, speculating: ServingRun | None, speculation: Speculation) -> Iterator[Measured]:
+    if plain is not None:
+        yield Measured(Autoregressive(), plain.batch_size / plain.tpot_s)
+    if speculating is not None:
+        yield Measured(Speculative(speculation.speculation_length), speculating.batch_size / speculating.tpot_s)
 
 
 def _text(runs: Sequence[ServingRun], told: Told) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.importers.imported import Assumed, Imported, Source, Told
+from calibration.importers.imported import Assumed, Imported, Measured, Source, Told
 from calibration.importers.serving_run import NO_BUILD
 from calibration.importers.speculation import SPREAD_OF_PROMPTS, Speculation, whose_acceptance
 from calibration.importers.step_times import DRAFT_OVER_AR, StepTimes, step_times
 from sim.errors import BadInput, require_number
+from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative
 
 EXPONENT = Assumed(
     "hits.overall.exponent", 0.5, 0.4, 0.56, "hits were seen at one fan-out; exponents of published pairs"
@@ -34,6 +35,7 @@ EXPONENT = Assumed(
 MISS_RATIO = Assumed(
     "hits.overall.miss_ratio", 1.75, 1.5, 3.0, "hits are not told apart by source; misses of published pairs"
 )
+USUAL_BUILD, LEAST_BUILD = 0.8, 0.4  # of a verification: the steps of a build that hides behind it
 LEAST_DRAFTING = 0.5  # of the time of misses beyond the verification, what draft steps take at least
 
 MODE = re.compile(r"Model: .*Mode: (.*), Total: (\d+)tok, Time: ")
@@ -68,6 +70,14 @@ class SsdRun:
         """Mean time of a round."""
         return batch_size * self.tokens_per_round / self.tokens_per_s
 
+    @property
+    def falls_back_on_draft(self) -> bool:
+        return "JIT" in self.mode
+
+    def missing(self, batch_size: int) -> float:
+        """Share of the rounds in which a row misses."""
+        return 1 - (self.hit_rate or 0.0) ** batch_size
+
     def speculation(self) -> Speculation:
         """After hits by position, where the frequencies were printed; else one rate."""
         if not self.frequencies_on_hit:
@@ -97,9 +107,23 @@ def import_ssd(sources: Sequence[Source], told: Told) -> Imported:
         engine="ssd",
         learned={**text, **temperature, **speculation.learned(), **times.learned, **hits},
         how=(speculation.in_words(), *times.how, *(f"{run.name}: {run.kind}" for run in runs)),
-        not_learned=(*times.not_learned, *unknown, *unknown_hits, NO_BUILD),
+        not_learned=(*times.not_learned, *unknown, *unknown_hits, *(() if "ssd" in by_kind else (NO_BUILD,))),
         assumed=(SPREAD_OF_PROMPTS, *times.assumed, *assumed_hits),
+        measured=tuple(Measured(policy, run.tokens_per_s) for run in runs for policy in _policies(run, told)),
     )
+
+
+def _policies(run: SsdRun, told: Told) -> list[Policy]:
+    """The policy of a run; none where its fallback is one that summary numbers say nothing about."""
+    K = run.speculation_length
+    if run.kind == "ar":
+        return [Autoregressive()]
+    if run.kind == "sd":
+        return [Speculative(K)]
+    if not run.falls_back_on_draft or told.fan_out is None:
+        return []
+    fan_out = (told.fan_out,) * (K + 1)
+    return [SpeculativeSpeculative(K, fan_out, fan_out, Fallback.DRAFT)]
 
 
 def _read(source: Source) -> SsdRun:
@@ -182,18 +206,37 @@ def _times(by_kind: Mapping[str, SsdRun], batch_size: int) -> StepTimes:
     if sd is not None and sd_s is not None:
         learned |= {"times.sd_round_ms": _ms(sd_s), "times.sd_speculation_length": sd.speculation_length}
         how.append(f"a round of speculative decoding takes {1e3 * sd_s:.4g} ms")
-        return StepTimes(learned, tuple(how), tuple(not_learned), ())
-    assert ssd is not None
-    drafting = _drafting(ssd, verify_s, batch_size)
-    return StepTimes(learned, tuple(how), (*not_learned, "how long a draft step takes by itself"), (drafting,))
+        least_draft_s = max(0.0, sd_s - verify_s) / sd.speculation_length
+        assumed = []
+    else:
+        assert ssd is not None
+        not_learned.append("how long a draft step takes by itself")
+        assumed = [_drafting(ssd, verify_s, batch_size)]
+        least_draft_s = assumed[0].low / 1e3
+    if ssd is not None:
+        not_learned.append("how long a build takes, but that rounds leave it no more")
+        assumed += _build(ssd, verify_s, least_draft_s, batch_size)
+    return StepTimes(learned, tuple(how), tuple(not_learned), tuple(assumed))
+
+
+def _build(run: SsdRun, verify_s: float, draft_s: float, batch_size: int) -> list[Assumed]:
+    """Steps of a build that hides behind the verification, or lasts as long as rounds without their draft steps."""
+    drafting_s = run.missing(batch_size) * run.speculation_length * draft_s if run.falls_back_on_draft else 0.0
+    most = max(verify_s, run.round_s(batch_size) - drafting_s) / run.speculation_length
+    because = "a build was not timed; rounds leave it no more"
+    hidden = verify_s / run.speculation_length
+    return [
+        Assumed("times.tree_step_ms", _ms(USUAL_BUILD * hidden), _ms(LEAST_BUILD * hidden), _ms(most), because),
+        Assumed("times.glue_ms", 0.0, 0.0, _ms((1 - USUAL_BUILD) * verify_s), because),
+    ]
 
 
 def _drafting(run: SsdRun, verify_s: float, batch_size: int) -> Assumed:
     """The draft step. A miss with the draft as fallback costs K of them: that is at most what rounds take beyond their
     verification."""
     excess_s = run.round_s(batch_size) - verify_s
-    misses = 1 - (run.hit_rate or 0.0) ** batch_size
-    if "JIT" in run.mode and excess_s > 0 and misses > 0:
+    misses = run.missing(batch_size)
+    if run.falls_back_on_draft and excess_s > 0 and misses > 0:
         most = _ms(excess_s / (misses * run.speculation_length))
         because = "rounds take so much longer than verifications; part of it may be the host's time"
         return Assumed("times.draft_step_ms", most * (1 + LEAST_DRAFTING) / 2, most * LEAST_DRAFTING, most, because)
