@@ -136,8 +136,8 @@ def _idle_cells(samples: Iterable[LatencySample]) -> dict[Cell, list[LatencySamp
 
 
 def drift(samples: Sequence[LatencySample]) -> dict[Lane, Estimate]:
-    """Of the lanes whose samples are of `FEWEST_BLOCKS` blocks at least: Theil and Sen's slope through the blocks' median
-    ratios to the cells' medians, over all blocks. n is the number of blocks."""
+    """Of the lanes whose samples are of `FEWEST_BLOCKS` blocks at least: Theil and Sen's slope through the blocks'
+    median ratios to the cells' medians, over all blocks. n is the number of blocks."""
     ratios: dict[Lane, dict[int, list[float]]] = {lane: defaultdict(list) for lane in Lane}
     for (lane, *_), own in _idle_cells(samples).items():
         location_s = np.median([s.duration_s for s in own])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from experiments.planning import Plan
+    from experiments.uncertainty import Uncertainty
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -62,6 +63,10 @@ BatchSize = Annotated[
 OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
 ]
+Draws = Annotated[
+    int, typer.Option("--draws", min=0, help="Draws from the ranges of a file of numbers; 0 leaves them out.")
+]
+DrawSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
@@ -177,12 +182,18 @@ def search(
         typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
     ] = None,
     batch_size: BatchSize = None,
+    draws: Draws = 40,
+    seed: DrawSeed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR."""
+    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR.
+
+    From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
+    """
     from experiments.config import QUICKSTART, load_config
     from experiments.planning import best_engine, read_plan
     from experiments.run import search_space
+    from experiments.uncertainty import uncertainty
     from sim.search import search as search_policies
 
     plan = read_plan(source, batch_size)
@@ -190,7 +201,11 @@ def search(
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_basis(plan)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    found = search_policies(space, plan.workload, plan.system, engine=engine or best_engine(plan.workload, plan.system))
+    engine_name = engine or best_engine(plan.workload, plan.system)
+    found = search_policies(space, plan.workload, plan.system, engine=engine_name, seed=seed)
+    moved = None
+    if plan.numbers is not None and plan.numbers.ranges and draws:
+        moved = uncertainty(plan.numbers, found.best_of_each_length(), draws, seed)
     if as_json:
         ranked = [prediction.to_dict() for prediction in found.ranked]
         infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
@@ -199,6 +214,8 @@ def search(
             "recommended": ranked[0],
             "ranked": ranked,
             "infeasible": infeasible,
+            "assumptions": list(plan.assumptions),
+            "uncertainty": None if moved is None else moved.to_dict(),
         }
         print(json.dumps(answer, indent=1))
         return
@@ -207,7 +224,53 @@ def search(
         policy, reason = found.infeasible[0]
         num = len(found.infeasible)
         print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
+    if moved is not None:
+        _print_uncertainty(moved)
     print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
+
+
+@app.command("import")
+def import_(
+    format_: Annotated[str, typer.Argument(metavar="FORMAT", help="vllm, sglang, ssd or logprobs.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Its files; of logprobs the target's, then the draft's.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write numbers.yaml into.")],
+    plain: Annotated[
+        Path | None, typer.Option("--ar", help="The same benchmark of the same engine without speculation.")
+    ] = None,
+    overwrite: Overwrite = False,
+    speculation_length: Annotated[int | None, typer.Option("--speculation-length", min=1)] = None,
+    fan_out: Annotated[int | None, typer.Option("--fan-out", min=1, help="Of every accepted count (ssd).")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Rows decoded together.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Of every text.")] = None,
+    new_tokens: Annotated[int | None, typer.Option("--new-tokens", min=2, help="Of every text.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0, help="Of the target.")] = None,
+    draws: Draws = 40,
+    seed: DrawSeed = 0,
+) -> None:
+    """Plan from the files of another engine: what they tell goes into a file of numbers, with the ranges of what they
+    leave open, and is searched as `search` does. Options say what the files of some formats leave out."""
+    from calibration.importers.imported import Told
+    from experiments.imports import NUMBERS, Format, import_files, predicted_runs, write_import
+    from experiments.numbers import read_numbers
+    from experiments.output import output_folder
+
+    if format_ not in list(Format):
+        raise BadInput("FORMAT", f"must be one of {', '.join(Format)}", format_)
+    told = Told(speculation_length, fan_out, batch_size, prompt_tokens, new_tokens, temperature)
+    imported = import_files(Format(format_), files, plain, told)
+    with output_folder(out, overwrite=overwrite) as folder:
+        write_import(imported, [*files, *([plain] if plain else [])], folder)
+        runs = predicted_runs(imported, read_numbers(folder / NUMBERS))
+    for said, lines in (("learned", imported.how), ("not learned", imported.not_learned)):
+        for line in lines:
+            print(f"{said}: {line}", file=sys.stderr)
+    if runs:
+        rows = [(name, f"{had:.1f}", f"{has:.1f}", f"{100 * (has / had - 1):+.1f} %") for name, had, has in runs]
+        _print_table(("runs in the files", "tokens/s", "predicted", "error"), rows, _console(as_json=False))
+    search(out / NUMBERS, draws=draws, seed=seed)
+    print(f"wrote {out / NUMBERS}")
 
 
 @app.command()
@@ -504,6 +567,32 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
     for prediction in predictions:
         for note in prediction.notes:
             print(f"{prediction.policy.name}: {note}", file=sys.stderr)
+
+
+def _print_uncertainty(moved: Uncertainty) -> None:
+    """Of the policies that are sometimes the best, and then of every range by itself."""
+    from experiments.uncertainty import SHARE_INSIDE
+
+    interval = f"in {100 * SHARE_INSIDE:.0f} % of draws"
+    columns = zip(moved.policies, moved.intervals, moved.best_shares, moved.mean_losses, strict=True)
+    rows = [
+        (policy.name, f"{low:.1f} to {high:.1f}", f"{100 * share:.0f}", f"{100 * loss:.1f}")
+        for policy, (low, high), share, loss in columns
+    ]
+    console = _console(as_json=False)
+    _print_table(("tokens/s", interval, "best, % of draws", "mean loss, %"), rows, console)
+    each = [
+        (
+            entry.range.in_words(),
+            "{:.1f} .. {:.1f}".format(*entry.tokens_per_s),
+            " .. ".join(dict.fromkeys(policy.name for policy in entry.best)),
+            "{:.1f} .. {:.1f}".format(*(100 * lost for lost in entry.lost)),
+            entry.range.because or "given",
+        )
+        for entry in moved.sensitivities
+    ]
+    _print_table(("one range at a time", "tokens/s of the best", "then best", "lost, %", "why"), each, console)
+    console.print(moved.in_words(), highlight=False, markup=False)
 
 
 def _rate(estimate: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from calibration.fit_report import doubts_about
 from experiments.config import SearchConfig
-from experiments.numbers import read_numbers
+from experiments.numbers import Numbers, read_numbers
 from experiments.recorded_workload import recorded_workload
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
@@ -18,12 +18,13 @@ from sim.workload import Workload
 @dataclass(frozen=True)
 class Plan:
     """A system, what it decodes, what had to be assumed, and what to doubt before all else. Only a file of numbers says
-    what to search."""
+    what to search, and what is only known to lie in a range."""
 
     system: System
     workload: Workload
     search: SearchConfig | None = None
     assumptions: tuple[str, ...] = ()
+    numbers: Numbers | None = None
     doubts: tuple[str, ...] = ()
 
 
@@ -36,7 +37,7 @@ def read_plan(source: Path, batch_size: int | None = None) -> Plan:
                 "--batch-size", "goes with a system.json; a file of numbers says text.batch_size", batch_size
             )
         numbers = read_numbers(source)
-        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions)
+        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
     system = System.read(source)
     doubts = doubts_about(system.agreement) if isinstance(system.agreement, AgreementRecord) else []
     workload = replace(recorded_workload(system.agreement), batch_size=batch_size or 1)

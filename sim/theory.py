@@ -35,6 +35,21 @@ def expected_tokens_per_round(acceptance: float, speculation_length: int) -> flo
     return (1 - acceptance ** (speculation_length + 1)) / (1 - acceptance)
 
 
+def acceptance_of_tokens_per_round(tokens_per_round: float, speculation_length: int) -> float:
+    """Inverse of `expected_tokens_per_round`: the i.i.d. acceptance of so many tokens per round, bonus included.
+
+    ValueError outside 1..K + 1, which no acceptance reaches.
+    """
+    if not 1 <= tokens_per_round <= speculation_length + 1:
+        raise ValueError(f"tokens per round must be in 1..{speculation_length + 1}, got {tokens_per_round:g}")
+    from scipy.optimize import brentq  # heavy, and only here
+
+    def excess(acceptance: float) -> float:
+        return expected_tokens_per_round(acceptance, speculation_length) - tokens_per_round
+
+    return float(brentq(excess, 0.0, 1.0, xtol=1e-15))
+
+
 def accepted_over_drafted(acceptance: float, speculation_length: int) -> float:
     """(E - 1) / K: falls with K although the draft is unchanged, so it does not rank values of K."""
     return (expected_tokens_per_round(acceptance, speculation_length) - 1) / speculation_length

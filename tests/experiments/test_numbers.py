@@ -141,8 +141,8 @@ def test_a_list_must_cover_all_rows(tmp_path):
     [
         ("conditional: [0.8]", "conditional: [1.8]", "line 5: acceptance.conditional"),
         ("conditional: [0.8]", "cumulative: [0.5, 0.6]", "line 5: acceptance: .* must not rise"),
-        ("conditional: [0.8]", "conditional: [0.8], cumulative: [0.8]", "must hold either conditional or cumulative"),
-        ("acceptance: {conditional: [0.8]}", "acceptance: {}", "must hold either conditional or cumulative"),
+        ("conditional: [0.8]", "conditional: [0.8], cumulative: [0.8]", "must hold exactly one definition"),
+        ("acceptance: {conditional: [0.8]}", "acceptance: {}", "must hold exactly one definition"),
         ("verify_ms: 10", "verify: 10", "line 6: times.verify"),
         ("verify_ms: 10", "verify_ms: [10, 12]", "must have 9 entries, for 1 to 9 tokens, got 2"),
         ("verify_ms: 10", "verify_ms: -1", "line 6: times.verify_ms"),
