@@ -255,18 +255,19 @@ class Validation:
             )
         return Errors(*(np.stack(column, axis=1) for column in zip(*columns, strict=True)))
 
-    @cached_property
-    def noise(self) -> Estimate:
+    def noise(self, *, beside_others: bool) -> Estimate:
         """Mean absolute difference between a repeat of a configuration and the mean of its other repeats: what a
-        prediction by another real run of the same prompts would be off."""
-        differences = []
-        for result in self.results:
-            rates = result.of_repeats(self.draws.test)
-            if len(rates) < 2:
-                raise BadInput("repeats", "must be at least 2 to know the noise", len(rates))
-            others = (rates.sum(0) - rates) / (len(rates) - 1)
-            differences.append(np.abs(rates / others - 1).mean(0))
-        return _reflected(np.mean(differences, axis=0), self.num_blocks, 0.0, np.inf)
+        prediction by another real run of the same prompts would be off. `beside_others` takes the mean speed of all
+        configurations in a repeat out, which is the machine's drift from repeat to repeat."""
+        rates = np.stack(
+            [result.of_repeats(self.draws.test) for result in self.results]
+        )  # (configurations, repeats, ..)
+        if rates.shape[1] < 2:
+            raise BadInput("repeats", "must be at least 2 to know the noise", rates.shape[1])
+        if beside_others:
+            rates = rates / np.exp(np.log(rates).mean(0))
+        others = (rates.sum(1, keepdims=True) - rates) / (rates.shape[1] - 1)
+        return _reflected(np.abs(rates / others - 1).mean((0, 1)), self.num_blocks, 0.0, np.inf)
 
     # -------------------------------------------------------------------------------------------------------- figures
 

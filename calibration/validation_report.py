@@ -23,7 +23,8 @@ DEFINITIONS = """\
 - **intervals**: 95 % bootstraps over blocks of test prompts and groups of calibration prompts, one draw for all
   configurations. Those of single configurations are widened by what its repeats differ by.
 - **noise**: by how much a repeat of a configuration differs from the mean of its other repeats, on average: what a
-  prediction by another real run of the same prompts is off.
+  prediction by another real run of the same prompts is off. Much of it is drift of the machine from repeat to repeat,
+  which all configurations share.
 - **not distinguishable**: the error's interval holds 0.
 - **latency and overlap**: the rounds that were measured - their accepted counts, sources, rows, contexts - timed by the
   fitted system, against the clock. What this leaves is acceptance and hits.
@@ -44,7 +45,8 @@ def answer(validation: Mapping[str, Any]) -> str:
         f"{len(validation['rows'])} held-out configurations: tokens/s predicted within "
         f"{in_words(validation['mape_tokens_per_s'], '.1f', scale=100)} % on average{with_hits}{ranked}; "
         f"the recommended policy lost {in_words(validation['regret'], '.1f', scale=100)} %. "
-        f"Repeated real runs differ by {in_words(validation['noise'], '.1f', scale=100)} %."
+        f"Repeated real runs differ by {in_words(validation['noise'], '.1f', scale=100)} %, by "
+        f"{in_words(validation['noise_without_drift'], '.1f', scale=100)} % once what all have in common is taken out."
     )
 
 

@@ -410,7 +410,8 @@ def summarize(
     """The content of validation.json but for the profile's cost."""
     figures = validation.figures([result.predicted for result in validation.results])
     figures["regret"] = interval(max((regret.lost for regret in regrets), key=lambda lost: lost.value))
-    figures["noise"] = interval(validation.noise)
+    figures["noise"] = interval(validation.noise(beside_others=False))
+    figures["noise_without_drift"] = interval(validation.noise(beside_others=True))
     predicted = [result.predicted for result in validation.results]
     sizes = settings.batch_sizes
     return {
