@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom, theilslopes
 
-from calibration.breakdown import time_of_rounds
 from calibration.fit import IN_SITU, unexplained
 from calibration.profile import Profile
 from sim.agreement import AgreementRecord
@@ -231,12 +230,11 @@ def _host_times(profile: Profile, system: System) -> dict[HostTerm, Estimate]:
     """The fitted means, with intervals over the batches of the short runs."""
     totals: dict[HostTerm, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for number, trace in enumerate(profile.traces):
-        firsts = [rows[0].sequence for rows, _ in time_of_rounds(trace)]
-        for sequence, (term, seconds) in zip(firsts, unexplained(trace), strict=True):
+        for term, sequence, seconds in unexplained(trace, system.latency, system.in_situ):
             totals[term][number, sequence].append(seconds)
     found = {}
     for term, by_batch in totals.items():
-        sums = np.array([sum(seconds) for seconds in by_batch.values()])
+        sums = np.array([float(sum(seconds)) for seconds in by_batch.values()])
         counts = np.array([float(len(seconds)) for seconds in by_batch.values()])
         spread = ratio_of_totals(sums, counts)
         assert spread is not None  # every term here has rounds

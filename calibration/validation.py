@@ -280,7 +280,7 @@ class Validation:
         return self._spread(self._of_repeats)
 
     @property
-    def noise_apart_from_drift(self) -> Estimate:
+    def noise_without_drift(self) -> Estimate:
         """The same of rates over the common speed of all configurations in the same repeat."""
         return self._spread(self._of_repeats / self._common_speed)
 

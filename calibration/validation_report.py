@@ -47,8 +47,8 @@ def answer(validation: Mapping[str, Any]) -> str:
         f"{len(validation['rows'])} held-out configurations: tokens/s predicted within "
         f"{in_words(validation['mape_tokens_per_s'], '.1f', scale=100)} % on average{with_hits}{ranked}; "
         f"the recommended policy lost {in_words(validation['regret'], '.1f', scale=100)} %. "
-        f"Repeated real runs differ by {in_words(validation['noise'], '.1f', scale=100)} %, "
-        f"{in_words(validation['noise_apart_from_drift'], '.1f', scale=100)} % apart from the drift of the machine."
+        f"Repeated real runs differ by {in_words(validation['noise'], '.1f', scale=100)} %, by "
+        f"{in_words(validation['noise_without_drift'], '.1f', scale=100)} % once what all have in common is taken out."
     )
 
 

@@ -6,14 +6,14 @@ cell's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from executor.drafting import Drafter
 from executor.language_model import LanguageModel
-from executor.recorder import Recorder, clock_of
+from executor.recorder import Recorder, clock_of, now_s
 from executor.sampling import draw, process
 from executor.sequence import Question, Request, Verified
 from executor.speculation_cache import Speculation
@@ -25,6 +25,9 @@ from sim.trace import Lane, Operation, Outcome, Source, Span
 from sim.workload import Sampling
 
 SEED = 0  # of the random tokens that fill the contexts
+# The first passes after work of another size are slow, by a third where the model is small: caches are full of
+# something else, and wide passes slow the processor's clock. A decoder that repeats one size is past that.
+WARM_UP_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ DraftCell = PrefillCell | DraftStepCell | BuildCell | LookupCell
 
 
 def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[Span]:
-    """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
+    """The spans of `num_repeats` repeats of the cell's operation, after the repeats of `WARM_UP_S`, one at least, that
+    are dropped; of a prefill one is."""
     recorder = target.recorder
     contexts = _contexts(cell)
     recorder.begin_batch(range(cell.num_rows))
@@ -96,21 +100,27 @@ def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[S
     target.prefill(requests)
     recorder.begin_decoding()
     speculation = _speculation(cell, target.model.vocab_size)
-    for _ in range(1 + num_repeats):
+
+    def verify() -> None:
         for row, context in enumerate(contexts):
             target.model.roll_back(context, row)
         target.verify(dict.fromkeys(range(cell.num_rows), speculation))
-    return recorder.spans[2:]
+
+    _warm_up(verify)
+    num_dropped = len(recorder.spans)
+    for _ in range(num_repeats):
+        verify()
+    return recorder.spans[num_dropped:]
 
 
 def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> list[Span]:
-    """The spans of `num_repeats` repeats of the cell's operation, after one repeat that is dropped."""
+    """The spans of `num_repeats` repeats of the cell's operation, after those that `measure_target` drops too."""
     recorder = Recorder(Lane.DRAFT, clock_of(model.device))
     recorder.begin_batch(range(cell.num_rows))
     drafter = _begin(model, recorder, cell)
     recorder.begin_decoding()
-    kept: list[Span] = []
-    for repeat in range(1 + num_repeats):
+
+    def work() -> None:
         recorder.forget()
         match cell:
             case PrefillCell():
@@ -121,9 +131,20 @@ def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> li
                 _build(drafter, cell)
             case LookupCell():
                 _look_up(model, recorder, cell)
-        if repeat > 0:
-            kept += [span for span in recorder.spans if span.operation is _operation(cell)]
+
+    kept: list[Span] = []
+    _warm_up(work) if isinstance(cell, DraftStepCell | BuildCell) else work()
+    for _ in range(num_repeats):
+        work()
+        kept += [span for span in recorder.spans if span.operation is _operation(cell)]
     return kept
+
+
+def _warm_up(work: Callable[[], None]) -> None:
+    start_s = now_s()
+    work()
+    while now_s() < start_s + WARM_UP_S:
+        work()
 
 
 def samples(spans: Iterable[Span], *, busy: bool, block: int) -> list[LatencySample]:

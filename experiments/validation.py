@@ -473,7 +473,7 @@ def summarize(
     figures = validation.figures([result.predicted for result in validation.results])
     figures["regret"] = interval(max((regret.lost for regret in regrets), key=lambda lost: lost.value))
     figures["noise"] = interval(validation.noise)
-    figures["noise_apart_from_drift"] = interval(validation.noise_apart_from_drift)
+    figures["noise_without_drift"] = interval(validation.noise_without_drift)
     figures["drift"] = interval(validation.drift)
     predicted = [result.predicted for result in validation.results]
     sizes = settings.batch_sizes

@@ -161,7 +161,7 @@ def test_drift_is_what_all_configurations_share() -> None:
         for policy, rates in repeats.items()
     ]
     validation = Validation(both)
-    assert validation.noise_apart_from_drift.value == pytest.approx(0)
+    assert validation.noise_without_drift.value == pytest.approx(0)
     assert validation.drift.value == pytest.approx(validation.noise.value) == pytest.approx((20 / 90 + 20 / 110) / 2)
     assert [row["noise"] for row in validation.rows()] == pytest.approx([0.1, 0.1])
 
