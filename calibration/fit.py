@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import theilslopes
 
 from calibration.breakdown import time_of_rounds
@@ -92,15 +92,16 @@ def _over_contexts(operation: Operation, durations: dict[int, list[float]]) -> K
     line = _line(medians)
     (first, first_s), (last, last_s) = line
     on_line = np.interp(list(medians), [first, last], [first_s, last_s])
-    errors = np.array([_error_of_median(own) for own in durations.values()])
+    errors = np.array([error_of_median(own) for own in durations.values()])
     is_straight = (np.abs(np.array(list(medians.values())) - on_line) <= STEP_ERRORS * errors).all()
     return line if operation is Operation.TREE_STEP or is_straight else tuple(medians.items())
 
 
-def _error_of_median(values: Sequence[float]) -> float:
+def error_of_median(values: ArrayLike) -> float:
     """Standard error from the median absolute deviation, as of a normal sample."""
-    deviation = float(np.median(np.abs(np.array(values) - np.median(values))))
-    return 1.2533 * 1.4826 * deviation / float(np.sqrt(len(values)))
+    sample = np.asarray(values)
+    deviation = float(np.median(np.abs(sample - np.median(sample))))
+    return 1.2533 * 1.4826 * deviation / float(np.sqrt(len(sample)))
 
 
 def _line(medians: dict[int, float]) -> Knots:
@@ -125,12 +126,16 @@ def _pulled_in(values: Iterable[float]) -> FloatArray:
 
 def _slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lane) -> float:
     """Median ratio of a lane's busy samples to its idle cells; at least 1, because company does not speed work up."""
-    ratios = [
-        s.duration_s / float(latency[lane, s.operation].location_s(s.num_tokens, s.context, s.batch_size))
-        for s in samples
-        if s.lane is lane and s.busy and s.operation in IN_SITU
-    ]
+    ratios = [ratio for _, ratio in busy_ratios(samples, latency, lane)]
     return max(1.0, float(np.median(ratios))) if ratios else 1.0
+
+
+def busy_ratios(samples: Iterable[LatencySample], latency: LatencyModel, lane: Lane) -> Iterable[tuple[int, float]]:
+    """Block and ratio to its idle cell of every sample of a lane that was taken beside the other at work."""
+    for s in samples:
+        if s.lane is lane and s.busy and s.operation in IN_SITU:
+            table = latency[lane, s.operation]
+            yield s.block, s.duration_s / float(table.location_s(s.num_tokens, s.context, s.batch_size))
 
 
 def _in_situ(

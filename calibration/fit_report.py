@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom, theilslopes
 
-from calibration.fit import IN_SITU, unexplained
+from calibration.doubts import doubts_about
+from calibration.fit import busy_ratios, error_of_median, unexplained
 from calibration.profile import Profile
 from sim.agreement import AgreementRecord
 from sim.latency import LatencyModel, LatencySample
@@ -23,7 +24,6 @@ from sim.trace import Lane, Operation
 FloatArray = NDArray[np.float64]
 Cell = tuple[Lane, Operation, int, int, int]  # rows, tokens of each, context
 
-FEWEST_PROMPTS = 5  # for an interval over prompts to mean anything
 FEWEST_BLOCKS = 5  # for a trend over them
 NUM_DRAWS = 400  # of blocks, for the slow-down
 SMALLEST_STEP = 1.1  # a jump that is not worth a line is smaller
@@ -48,7 +48,9 @@ class FitReport:
     """`drift` is the relative change of a lane's speed from the first interleaved block of the profile to the last;
     `largest_location_error` the widest relative half width of a fitted location (order statistics of its samples);
     `design_effect` how many times the variance of the acceptance over prompts exceeds that of independent positions.
-    Intervals are 95 %."""
+
+    Intervals are 95 % of what they draw over, and too short where something else varies: that of a slow-down leaves out
+    the error of the idle cells, that of a host time what all texts of a short run have in common."""
 
     drift: dict[Lane, Estimate]
     steps: tuple[Step, ...]
@@ -102,19 +104,6 @@ def report_fit(profile: Profile, system: System) -> FitReport:
     )
 
 
-def doubts_about(record: AgreementRecord) -> list[str]:
-    """What a reader of anything planned from a record must know first."""
-    found = []
-    dataset = str(record.identity.get("dataset", ""))
-    if record.num_prompts < FEWEST_PROMPTS:
-        found.append(f"acceptance is known from {record.num_prompts} prompts: their spread cannot be told")
-    if "random" in dataset.lower():
-        found.append(f"acceptance was measured on {dataset}: random prompts say nothing about real ones")
-    if not record.identity.get("stop_ids") and not record.stop_strings:
-        found.append("texts were decoded past their end: acceptance behind it means nothing")
-    return found
-
-
 def _doubts_about_drift(drifts: Mapping[Lane, Estimate]) -> list[str]:
     return [
         f"the {lane.value} became {100 * abs(e.value):.0f} % {'slower' if e.value > 0 else 'faster'} during the profile"
@@ -159,9 +148,8 @@ def steps(samples: Sequence[LatencySample]) -> list[Step]:
     by_width: dict[tuple[Lane, Operation, int], dict[int, dict[int, tuple[float, float]]]] = {}
     for (lane, operation, rows, width, context), own in _idle_cells(samples).items():
         logs = np.log([s.duration_s for s in own])
-        error = 1.2533 * 1.4826 * float(np.median(np.abs(logs - np.median(logs)))) / np.sqrt(len(logs))
         table = by_width.setdefault((lane, operation, rows), defaultdict(dict))
-        table[width][context] = float(np.median(logs)), float(error)
+        table[width][context] = float(np.median(logs)), error_of_median(logs)
     return [step for key, table in by_width.items() for step in _steps_of(*key, table)]
 
 
@@ -202,10 +190,8 @@ def location_interval(durations_s: Sequence[float]) -> tuple[float, float]:
 def slowdown(samples: Sequence[LatencySample], latency: LatencyModel, lane: Lane) -> Estimate:
     """Median ratio of a lane's busy samples to its idle cells, as `calibration.fit` has it, drawn over blocks."""
     by_block: dict[int, list[float]] = defaultdict(list)
-    for s in samples:
-        if s.lane is lane and s.busy and s.operation in IN_SITU:
-            location_s = float(latency[lane, s.operation].location_s(s.num_tokens, s.context, s.batch_size))
-            by_block[s.block].append(s.duration_s / location_s)
+    for block, ratio in busy_ratios(samples, latency, lane):
+        by_block[block].append(ratio)
     if not by_block:
         return Estimate(1.0, 1.0, 1.0, 0)
     return _over_blocks(list(by_block.values()), lambda values: max(1.0, float(np.median(values))))

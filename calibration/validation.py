@@ -218,10 +218,6 @@ class Errors:
     hit_rate_after_hit: FloatArray  # the same of the look-ups at the end of rounds after a hit
     hit_rate_after_miss: FloatArray
 
-    @property
-    def num_configurations(self) -> int:
-        return self.tokens_per_s.shape[1]
-
 
 class Validation:
     """The results of all configurations of a run, none left out."""

@@ -57,11 +57,16 @@ def in_a_sentence(pays: Mapping[str, Any]) -> str:
     of = f"Batches of {pays['batch_size']}"
     if pays["ssd"] is None:
         return f"{of}: no SSD among the configurations."
+    return f"{of}: does SSD pay? Forecast: {_beside(pays['forecast'])}. Predicted: {_beside(pays)}."
+
+
+def _beside(pays: Mapping[str, Any]) -> str:
+    """An answer beside that of the measurement of the same two policies."""
     agree = "as" if pays["predicted_answer"] == pays["measured_answer"] else "unlike"
     return (
-        f"{of}: does SSD pay? Predicted: {pays['predicted_answer']} ({pays['ssd']} over {pays['other']}: "
+        f"{pays['predicted_answer']} ({pays['ssd']} over {pays['other']}: "
         f"{in_words(pays['predicted_speedup'], '.2f')}), {agree} measured: {pays['measured_answer']} "
-        f"({in_words(pays['measured_speedup'], '.2f')})."
+        f"({in_words(pays['measured_speedup'], '.2f')})"
     )
 
 

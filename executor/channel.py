@@ -106,6 +106,9 @@ class PipeChannel:
                 data = b""
             self._unread += data
             self._has_ended = not data
+        self._drop_wakes()
+
+    def _drop_wakes(self) -> None:
         while self._unread.startswith(WAKE):
             del self._unread[: len(WAKE)]
 
@@ -160,8 +163,7 @@ class PipeChannel:
         end = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
         data = bytes(memoryview(self._unread)[_LENGTH.size : end])
         del self._unread[:end]
-        while self._unread.startswith(WAKE):
-            del self._unread[: len(WAKE)]
+        self._drop_wakes()
         return data
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from sim.system import System
 SHOWN_LENGTH, SHOWN_BUDGET = 4, 16  # of the policy whose acceptance and hit curves are shown
 
 
-def print_fit(report: FitReport, profile: Profile, system: System, console: Console) -> None:
+def print_fit(report: FitReport, agreement: AgreementSummary, console: Console) -> None:
     """Doubts first, then parameters with their intervals, steps, and the agreement in numbers."""
     for note in report.notes:
         console.print(f"note: {note}", highlight=False)
@@ -30,7 +30,7 @@ def print_fit(report: FitReport, profile: Profile, system: System, console: Cons
             f"step: {where}: {step.to_tokens} tokens take {step.ratio:.2f} times as long as {step.from_tokens}",
             highlight=False,
         )
-    console.print(agreement_table(_shown_summary(system, profile)))
+    console.print(agreement_table(agreement))
 
 
 def rows_of(report: FitReport) -> list[tuple[str, str, str]]:
@@ -61,7 +61,8 @@ def _of(estimate: Estimate, scale: float, spec: str) -> str:
     return f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 
-def _shown_summary(system: System, profile: Profile) -> AgreementSummary:
+def shown_summary(system: System, profile: Profile) -> AgreementSummary:
+    """The record in numbers, for an SSD of usual size."""
     record = profile.agreement
     fan_out = uniform_fan_out(SHOWN_LENGTH, min(SHOWN_BUDGET, record.num_candidates))
     policy = SpeculativeSpeculative(SHOWN_LENGTH, fan_out, fan_out, Fallback.DRAFT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibration.fit_report import doubts_about
+from calibration.doubts import doubts_about
 from experiments.config import SearchConfig
 from experiments.numbers import Numbers, read_numbers
 from experiments.recorded_workload import recorded_workload

@@ -85,7 +85,7 @@ def run_validation(
         forecasts = predictions(configurations, test, systems, config.seed)
     stages.console.print(expected_duration(configurations, forecasts, profiles, test, settings), highlight=False)
     companions = companions_of(config, bench, configurations, settings)
-    traces = measure(config, bench, configurations, test, companions, stages, settings.repeats, config.seed)
+    traces = measure(bench, configurations, test, companions, stages, settings.repeats, config.seed)
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
@@ -166,7 +166,6 @@ def check_profile(
     check_identity(profiles[batch_size].identity, bench.identity)
     for workload in (test, fresh):
         check_workload(profiles[batch_size].manifest, replace(workload, batch_size=batch_size))
-        check_prompts(prompt_hashes(test) if workload is fresh else (), workload)
 
 
 def read_profiles(folder: Path) -> dict[int, Profile]:
@@ -193,6 +192,7 @@ def check_before_measuring(
     calibration = prompt_hashes(bench.workload("calibration", config.workload.calibration_prompts))
     for prompts in (test, fresh):
         check_prompts(calibration, prompts)
+    check_prompts(prompt_hashes(test), fresh)
     for group in settings.configurations:
         for policy in one_of_each_kind(group):
             bench.check_runs(policy, test)
@@ -283,7 +283,6 @@ def companions_of(
 
 
 def measure(
-    config: ExperimentConfig,
     bench: Bench,
     configurations: Sequence[Configuration],
     workload: Workload,
@@ -377,7 +376,7 @@ def measure_regrets(
         name = f"the best again on fresh prompts, batches of {size}"
         some = [configurations[n] for n in chosen]
         seed, repeats = config.seed + 1000, _settings(config).repeats
-        traces = measure(config, bench, some, fresh, {}, stages, repeats, seed, name)
+        traces = measure(bench, some, fresh, {}, stages, repeats, seed, name)
         lost = estimate_regret(traces, 0)
         rates = [sum(s.num_decoded for t in own for s in t.sequences) / _seconds(own) for own in traces]
         best = chosen[max(range(len(chosen)), key=rates.__getitem__)]
@@ -500,25 +499,37 @@ def summarize(
 def _ssd_pays(
     size: int, configurations: Sequence[Configuration], validation: Validation, traces: Sequence[Sequence[Trace]]
 ) -> dict[str, Any]:
-    """The best predicted SSD over the best predicted of AR and SD, predicted and measured."""
-    predicted = {n: validation.results[n].prediction for n, c in enumerate(configurations) if c.batch_size == size}
+    """The best SSD over the best of AR and SD, by the forecast, by the prediction at the speed of the run, and as each
+    pair was measured."""
+    numbers = [n for n, c in enumerate(configurations) if c.batch_size == size]
+    of_run = {n: validation.results[n].prediction for n in numbers}
+    before = {n: validation.results[n].forecast for n in numbers}
+    pays = _pays(of_run, configurations, traces)
+    if pays is None:
+        return {"batch_size": size, "ssd": None}
+    return {"batch_size": size, **pays, "forecast": _pays(before, configurations, traces)}
 
+
+def _pays(
+    predicted: Mapping[int, Prediction[Policy]],
+    configurations: Sequence[Configuration],
+    traces: Sequence[Sequence[Trace]],
+) -> dict[str, Any] | None:
     def best(*, is_ssd: bool) -> int | None:
         some = [n for n in predicted if isinstance(configurations[n].policy, SpeculativeSpeculative) == is_ssd]
         return max(some, key=lambda n: predicted[n].tokens_per_s.value) if some else None
 
     ssd, other = best(is_ssd=True), best(is_ssd=False)
     if ssd is None or other is None:
-        return {"batch_size": size, "ssd": None}
-    forecast = predicted_speedup(predicted[ssd], predicted[other])
+        return None
+    expected = predicted_speedup(predicted[ssd], predicted[other])
     measured = speedup(traces[ssd], traces[other])
     return {
-        "batch_size": size,
         "ssd": configurations[ssd].policy.name,
         "other": configurations[other].policy.name,
-        "predicted_speedup": interval(forecast),
+        "predicted_speedup": interval(expected),
         "measured_speedup": interval(measured),
-        "predicted_answer": _answer(forecast),
+        "predicted_answer": _answer(expected),
         "measured_answer": _answer(measured),
     }
 

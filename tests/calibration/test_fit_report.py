@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from calibration.doubts import doubts_about
 from calibration.fit import fit
-from calibration.fit_report import acceptance_of, doubts_about, drift, location_interval, report_fit, slowdown, steps
+from calibration.fit_report import acceptance_of, drift, location_interval, report_fit, slowdown, steps
 from sim.latency import LatencySample
 from sim.trace import Lane, Operation
 from tests.calibration.test_fit import known_system, profile_of, samples_of
@@ -60,7 +61,7 @@ def test_a_location_lies_inside_its_interval() -> None:
 
 
 def test_the_slowdown_lies_inside_its_interval() -> None:
-    """Of 40 intervals of 95 %, here of few blocks and so a little short, at least 30 cover."""
+    """Of 40 intervals of 95 % fewer than 30 cover with probability 3e-6; here blocks differ by chance alone."""
     system = known_system()
     covered = 0
     for seed in range(20):

@@ -35,7 +35,7 @@ def rules(record: AgreementRecord) -> Workload:
 
 
 def test_the_law_that_made_a_record_is_found() -> None:
-    """Of 20 records 95 % intervals hold the truth in 15 at least, each; fewer with probability 1e-5."""
+    """Of 20 records 95 % intervals hold the truth in 15 at least, each; fewer with probability 1e-3."""
     inside = np.zeros(3)
     for seed in range(20):
         record = power_law_record(60, 40, seed)
