@@ -141,12 +141,12 @@ def _host_times(traces: Sequence[Trace]) -> dict[HostTerm, float]:
     """Mean time of a round that no operation explains, for the kinds of round that occur."""
     unexplained: dict[HostTerm, list[float]] = defaultdict(list)
     for trace in traces:
-        for term, seconds in _unexplained(trace):
+        for term, seconds in unexplained(trace):
             unexplained[term].append(seconds)
     return {term: max(0.0, float(_pulled_in(seconds).mean())) for term, seconds in unexplained.items()}
 
 
-def _unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:
+def unexplained(trace: Trace) -> Iterable[tuple[HostTerm, float]]:
     """Per round: what is neither verification, nor drafting, nor the wait for an unfinished build."""
     policy = policy_from_dict(trace.policy)
     for rows, time in time_of_rounds(trace):

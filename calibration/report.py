@@ -118,13 +118,13 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
         answer(summary),
         *_warnings(summary, details),
         "## Predicted against measured",
-        _table(*policy_rows(summary)),
+        markdown_table(*policy_rows(summary)),
         f"From the profile to the run the machine's speed changed by {_drift(summary)}. "
         f"The search compared {details['num_policies']} policies on the calibration prompts. "
         f"Regret of the recommendation: {in_words(summary['regret'], '.1f', scale=100)} %.",
         "![Predicted against measured](figures/predicted_against_measured.svg)",
         "## Speed-ups, measured",
-        _table(
+        markdown_table(
             ["", "speed-up", ""],
             [[SPEEDUPS[n], in_words(s, ".3f"), _doubt(s).strip(" ()")] for n, s in summary["speedups"].items()],
         ),
@@ -234,7 +234,7 @@ def _figures_table(summary: Mapping[str, Any], details: Mapping[str, Any]) -> st
         for key, title, scale, spec in FIGURES
     ]
     rows.append(["survival by position, %", *(_percents(details["policies"][n]["measured"]) for n in names)])
-    return _table(["measured", *names], rows)
+    return markdown_table(["measured", *names], rows)
 
 
 def _percents(figures: Mapping[str, Any]) -> str:
@@ -246,7 +246,7 @@ def _round_time_table(summary: Mapping[str, Any], details: Mapping[str, Any]) ->
     for row in summary["policies"]:
         both = [details["policies"][row["name"]][kind]["round_time"] for kind in ("measured", "simulated")]
         rows.append([row["name"], *(" / ".join(_milliseconds(times, key) for times in both) for key, _ in ROUND_TIMES)])
-    return _table(["policy", *(title for _, title in ROUND_TIMES)], rows)
+    return markdown_table(["policy", *(title for _, title in ROUND_TIMES)], rows)
 
 
 def _side_by_side(found: Mapping[str, Any] | None) -> str:
@@ -266,7 +266,7 @@ def _side_by_side(found: Mapping[str, Any] | None) -> str:
     ]
     head = ["operation", "rows", "tokens of each", "context", "alone, ms", "beside the other role, ms", "ratio"]
     gain = f"Side by side the roles do {found['gain']:.2f} times the work that they do one after the other in that time"
-    return f"{_table(head, rows)}\n\n{gain} (2: neither slows the other; 1: they take turns)."
+    return f"{markdown_table(head, rows)}\n\n{gain} (2: neither slows the other; 1: they take turns)."
 
 
 def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:
@@ -286,7 +286,7 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> str:
         for engine in engines
     ]
     head = ["policy", "engine", "tokens/s", "event simulation, tokens/s", "difference", "in standard errors"]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _manifest_table(manifest: Mapping[str, Any]) -> str:
@@ -294,7 +294,7 @@ def _manifest_table(manifest: Mapping[str, Any]) -> str:
     for part in ("identity", "settings"):
         rows += [[f"{part}: {key}", str(value)] for key, value in flattened(manifest[part]).items()]
     rows += [[f"time of stage: {name}", f"{seconds:.1f} s"] for name, seconds in manifest["durations_s"].items()]
-    return _table(["what", "value"], rows)
+    return markdown_table(["what", "value"], rows)
 
 
 # ----------------------------------------------------------------------------------------------------------- Markdown
@@ -315,6 +315,6 @@ def _pair(predicted: Interval | None, measured: Interval | None, spec: str, *, s
     return " / ".join("-" if value is None else f"{scale * value:{spec}}" for value in values)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = [list(head), ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)

@@ -12,15 +12,14 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 
-def start_child(function: Callable[..., None], connection: Connection, *args: Any, name: str) -> BaseProcess:
-    """`function(connection, *args)` in a process of its own, which no Ctrl-C ends: its parent decides."""
+def start_child(function: Callable[..., None], end: object, *args: Any, name: str) -> BaseProcess:
+    """`function(end, *args)` in a process of its own, which no Ctrl-C ends: its parent decides."""
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_main, args=(connection, pickle.dumps((function, args))), daemon=True, name=name)
+    process = context.Process(target=_main, args=(end, pickle.dumps((function, args))), daemon=True, name=name)
     resource_tracker.ensure_running()  # starting it lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits this
     try:
@@ -30,10 +29,10 @@ def start_child(function: Callable[..., None], connection: Connection, *args: An
     return process
 
 
-def _main(connection: Connection, parcel: bytes) -> None:
+def _main(end: object, parcel: bytes) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     function, args = pickle.loads(parcel)
-    function(connection, *args)
+    function(end, *args)
 
 
 def _end_with_parent() -> None:

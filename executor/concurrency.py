@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,63 +20,18 @@ import transformers
 from executor.device import CPU, num_usable_cores, resolve, warn_of_slow_arithmetic
 from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient
 from executor.draft_process import ProcessDraft
-from executor.draft_service import DraftService
 from executor.draft_thread import ThreadDraft
 from executor.folder_pair import ROLES
-from executor.language_model import LanguageModel
-from executor.observation import DraftWork
 from executor.pairs import DTYPES, Pair
 from executor.place import Place
 from executor.recorder import Recorder, clock_of
-from executor.sequence import Question, Request
-from executor.speculation_cache import Speculation
+from executor.serial_draft import SerialDraft
 from executor.static_pass import PassCounts
 from executor.target import Target
 from sim.errors import BadInput, require_number
-from sim.trace import Lane, Span
+from sim.trace import Lane
 
 CONCURRENCY_KINDS = ("auto", "processes", "streams", "serial")
-
-
-class SerialDraft:
-    """The draft role in this process: a build runs before the verification, nothing overlaps."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._service = DraftService(model, interrupted=lambda: True, upcoming=lambda: None)
-        self._result: Any = None
-        self._tells_builds = False
-
-    @property
-    def work(self) -> DraftWork:
-        return DraftWork(self._service.draft_s(), self._service.build_s()) if self._tells_builds else DraftWork()
-
-    def begin(self, requests: Sequence[Request], *, tells_builds: bool = False) -> None:
-        self._tells_builds = tells_builds
-        self._service.begin(requests)
-
-    def wait(self) -> None:
-        """`begin` has waited."""
-
-    def speculate(self, question: Question) -> dict[int, Speculation]:
-        speculations = self._service.speculate(question)
-        self._service.prepare()
-        return speculations
-
-    def take_notice(self) -> None:
-        """What it built is known."""
-
-    def spans(self) -> list[Span]:
-        return self._service.spans()
-
-    def start(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the draft service; `result` returns what it gave."""
-        self._result = getattr(self._service, method)(*args, **kwargs)
-
-    def is_done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self._result
 
 
 OVERLAP = {"processes": "two processes", "streams": "two threads", "serial": "none"}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import time
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from executor.channel import PipeChannel
+from executor.channel import PipeChannel, PipeEnd, open_end, pipe_ends
 from executor.child import start_child
 from executor.draft_client import ANSWER_TIMEOUT_S, DraftClient, serve, upcoming
 from executor.draft_service import DraftService
@@ -32,10 +30,10 @@ class ProcessDraft(DraftClient):
 
     def __init__(self, pair: Pair, dtype: str, place: Place, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._dump = NamedTemporaryFile(prefix="draft-")  # noqa: SIM115 - as long as the process
-        own_end, child_end = multiprocessing.Pipe()
+        own_end, child_end = pipe_ends()
         self.process = start_child(run, child_end, pair, dtype, place, self._dump.name, name="draft")
-        child_end.close()  # the child's own copy must be the last one, or its death would go unnoticed
-        super().__init__(PipeChannel(own_end), answer_timeout_s)
+        child_end[0].close()  # the child's own copy must be the last one, or its death would go unnoticed
+        super().__init__(open_end(own_end), answer_timeout_s)
 
     def _how_it_died(self) -> str:
         self.process.join(_STOP_TIMEOUT_S)
@@ -75,11 +73,11 @@ class ProcessDraft(DraftClient):
         self._dump.close()
 
 
-def run(connection: Connection, pair: Pair, dtype: str, place: Place, dump: str) -> None:
+def run(end: PipeEnd, pair: Pair, dtype: str, place: Place, dump: str) -> None:
     """Main function of the child: serve until the caller closes its end of the pipe."""
     dump_file = Path(dump).open("w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(DUMP_SIGNAL, dump_file, all_threads=False)
-    channel = PipeChannel(connection)
+    channel = open_end(end)
     try:
         serve(channel, partial(_load, channel, pair, dtype, place))
     finally:

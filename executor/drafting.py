@@ -4,36 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from executor.device import CPU, put, together
+from executor.device import put, together
 from executor.draws import Purpose
 from executor.kv_cache import branch_mask
 from executor.language_model import LanguageModel
+from executor.likely_outcomes import Likely, likely_outcomes, outcomes_only, read_build
 from executor.recorder import Recorder
-from executor.sampling import (
-    by_rank,
-    down_weight,
-    draw,
-    penalise,
-    penalised,
-    process,
-    seen_along,
-    uniform_tokens,
-)
+from executor.row_sampler import Laws, RowSampler
+from executor.sampling import seen_along
 from executor.sequence import Request
 from executor.speculation_cache import Speculation, SpeculationCache
 from sim.policy import Drafting
-from sim.trace import Operation, Outcome
-from sim.workload import Sampling
+from sim.trace import Operation
 
 Caches = Mapping[int, SpeculationCache]  # by row
-Laws = list[Tensor | None]  # by row: what its tokens were drawn from; None where the row is greedy
 
 
 class Drafter:
@@ -47,9 +37,7 @@ class Drafter:
     def __init__(self, model: LanguageModel, recorder: Recorder, requests: Sequence[Request]) -> None:
         self.model = model
         self._recorder = recorder
-        self._sampling = [request.sampling for request in requests]
-        self._are_alike = len(set(self._sampling)) == 1
-        self._draws = [request.draws() for request in requests]
+        self._sampler = RowSampler(requests, model.vocab_size, model.device)
         self._is_audited = requests[0].audit
         self.committed = [list(request.prompt) for request in requests]
         model.begin(len(requests))
@@ -95,9 +83,12 @@ class Drafter:
 
         The tokens stay on the device, where the next step finds them, and are read when all are drawn.
         """
-        uniforms = {row: self._uniforms(row, Purpose.DRAFT, num) for row, num in num_tokens.items()}
+        uniforms = {
+            row: self._sampler.uniforms(row, Purpose.DRAFT, self._recorder.round, num)
+            for row, num in num_tokens.items()
+        }
         unfed = {row: self.committed[row][self.model.length_of(row) :] for row in num_tokens}
-        seen = self._seen(list(num_tokens))
+        seen = self._seen(list(num_tokens)) if self._sampler.penalises(num_tokens) else None
         steps: list[_Step] = []
         for index in range(max(num_tokens.values(), default=0)):
             rows = [row for row, num in num_tokens.items() if num > index]
@@ -109,8 +100,8 @@ class Drafter:
                 else:
                     logits = self.model.feed_drawn(rows, steps[-1].tokens_of(rows))
                 if seen is not None:
-                    logits = penalise(logits, self._penalties(rows)[:, None], seen.of(rows))
-                step = _Step(rows, *self._sample(rows, logits, numbers, drafting, index))
+                    logits = self._sampler.penalise(rows, logits, seen.of(rows))
+                step = _Step(rows, *self._sampler.sample(rows, logits, numbers, drafting, index))
                 if seen is not None:
                     seen.add(rows, step.tokens)
             steps.append(step)
@@ -135,8 +126,7 @@ class Drafter:
 
     def filler(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """`num_tokens` tokens drawn uniformly from the vocabulary, at any temperature."""
-        uniforms = self._draws[row].uniforms(Purpose.FILLER, self._recorder.round, num_tokens)
-        return tuple(uniform_tokens(uniforms, self.model.vocab_size).tolist())
+        return self._sampler.filler(row, self._recorder.round, num_tokens)
 
     def build(
         self,
@@ -156,7 +146,7 @@ class Drafter:
         building = {row: own for row, own in likely.items() if own.num_accepted}
         if not building:
             return {row: SpeculationCache() for row in likely}
-        without_steps = {} if is_needed is None else _outcomes_only(likely)
+        without_steps = {} if is_needed is None else outcomes_only(likely)
         lengths = self.contexts(building)
         room = min(self.room(row) - 1 - len(drafted[row]) for row in building)
         prepared = replace(prepared, num_drafted=min(prepared.num_drafted, room))
@@ -170,9 +160,9 @@ class Drafter:
             self.model.roll_back(length, row)
         if len(steps) < prepared.num_drafted:
             return without_steps
-        return {row: SpeculationCache() for row in likely} | _read_build(building, steps)
+        return {row: SpeculationCache() for row in likely} | read_build(building, steps)
 
-    def _glue(self, drafted: Mapping[int, Sequence[int]], fan_out: Mapping[int, Sequence[int]]) -> dict[int, _Likely]:
+    def _glue(self, drafted: Mapping[int, Sequence[int]], fan_out: Mapping[int, Sequence[int]]) -> dict[int, Likely]:
         """Feed the pending tokens and `drafted`; choose the outcomes to prepare for."""
         rows = list(drafted)
         for row in rows:
@@ -181,14 +171,16 @@ class Drafter:
         with self._recorder.span(Operation.GLUE, sum(map(len, unfed)), self.contexts(rows)):
             logits = self.model.feed(rows, unfed, num_logits=[len(drafted[row]) + 1 for row in rows])
             return {
-                row: likely_outcomes(self._penalised(row, own), drafted[row], fan_out[row])
+                row: likely_outcomes(
+                    self._sampler.penalised(row, own, self.model.texts[row]), drafted[row], fan_out[row]
+                )
                 for row, own in zip(rows, logits, strict=True)
             }
 
-    def _seen_by_branches(self, likely: Mapping[int, _Likely], drafted: Mapping[int, Sequence[int]]) -> Tensor | None:
+    def _seen_by_branches(self, likely: Mapping[int, Likely], drafted: Mapping[int, Sequence[int]]) -> Tensor | None:
         """(rows, B, V) which tokens stand before the first one of each branch, its bonus token included; None where no
         repetition is penalised."""
-        if all(self._sampling[row].repetition_penalty == 1 for row in likely):
+        if not self._sampler.penalises(likely):
             return None
         V, device = self.model.vocab_size, self.model.device
         num_branches = max(len(own.num_accepted) for own in likely.values())
@@ -201,7 +193,7 @@ class Drafter:
 
     def _tree_steps(
         self,
-        likely: Mapping[int, _Likely],
+        likely: Mapping[int, Likely],
         seen: Tensor | None,
         prepared: Drafting,
         go_on: Callable[[], bool],
@@ -220,7 +212,7 @@ class Drafter:
         positions = put([own + [1] * (num_branches - len(own)) for own in starts], device)
         tokens = pad_sequence([own.bonus_tokens for own in likely.values()], batch_first=True)
         mask = branch_mask(positions, num_slots, num_steps, self.model.dtype)
-        uniforms = put(self._branch_uniforms(rows, num_own, num_steps), device)
+        uniforms = put(self._sampler.branch_uniforms(rows, num_own, num_steps, self._recorder.round), device)
         steps: list[tuple[Tensor, Laws]] = []
         while len(steps) < num_steps and go_on():
             step = len(steps)
@@ -229,63 +221,17 @@ class Drafter:
                 visible = mask[..., : num_slots + (step + 1) * num_branches]
                 logits = self.model.append_branches(rows, tokens, positions + step, visible)
                 if seen is not None:
-                    logits = penalise(logits, self._penalties(rows)[:, None, None], seen)
-                steps.append(self._sample(rows, logits, uniforms[..., step], prepared, step))
+                    logits = self._sampler.penalise(rows, logits, seen)
+                steps.append(self._sampler.sample(rows, logits, uniforms[..., step], prepared, step))
                 tokens = steps[-1][0]
                 if seen is not None:
                     seen.scatter_(-1, tokens[..., None], value=True)
         return steps
 
-    def _branch_uniforms(self, rows: Sequence[int], num_own: Sequence[int], num_steps: int) -> Tensor:
-        """(rows, B, num_steps) on the host, those of a row's own branches the same however many stand beside them."""
-        uniforms = torch.zeros(len(rows), max(num_own), num_steps, dtype=torch.float64, device=CPU)
-        for place, (row, num) in enumerate(zip(rows, num_own, strict=True)):
-            if self._sampling[row].temperature > 0:
-                drawn = self._draws[row].uniforms(Purpose.BRANCH, self._recorder.round, num * num_steps)
-                uniforms[place, :num] = drawn.view(num, num_steps)
-        return uniforms
-
-    def _penalised(self, row: int, logits: Tensor) -> Tensor:
-        """Logits after the last tokens that the row was fed."""
-        return penalised(logits, self._sampling[row].repetition_penalty, self.model.texts[row])
-
-    def _penalties(self, rows: Sequence[int]) -> Tensor:
-        return put([self._sampling[row].repetition_penalty for row in rows], self.model.device, torch.float64)
-
-    def _seen(self, rows: Sequence[int]) -> _Seen | None:
-        """What the rows' texts hold; None where no repetition is penalised."""
-        if all(self._sampling[row].repetition_penalty == 1 for row in rows):
-            return None
+    def _seen(self, rows: Sequence[int]) -> _Seen:
+        """What the rows' texts hold."""
         texts = (self.committed[row] for row in rows)
         return _Seen(rows, torch.cat([seen_along(t, 1, self.model.vocab_size, self.model.device) for t in texts]))
-
-    def _sample(
-        self, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
-    ) -> tuple[Tensor, Laws]:
-        """(rows, ..., V) logits, (rows, ...) uniform numbers -> (rows, ...) tokens, each row's (..., V) laws.
-
-        The tokens are those of draft index `draft_index` in a round that drafts as `drafting` says. Rows of the same
-        settings are processed together.
-        """
-        if self._are_alike:
-            tokens, probs = _sample_alike(logits, uniforms, self._sampling[0], drafting, draft_index)
-            return tokens, [None] * len(rows) if probs is None else list(probs.unbind())
-        alike: dict[Sampling, list[int]] = {}
-        for place, row in enumerate(rows):
-            alike.setdefault(self._sampling[row], []).append(place)
-        tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-        laws: Laws = [None] * len(rows)
-        for sampling, places in alike.items():
-            at = put(places, logits.device)
-            tokens[at], probs = _sample_alike(logits[at], uniforms[at], sampling, drafting, draft_index)
-            for place, law in zip(places, [None] * len(places) if probs is None else probs, strict=True):
-                laws[place] = law
-        return tokens, laws
-
-    def _uniforms(self, row: int, purpose: Purpose, num: int) -> Tensor:
-        if self._sampling[row].temperature == 0:
-            return torch.zeros(num, dtype=torch.float64, device=self.model.device)
-        return put(self._draws[row].uniforms(purpose, self._recorder.round, num), self.model.device)
 
 
 class _Step(NamedTuple):
@@ -314,67 +260,6 @@ class _Seen:
         self._seen[put([self._rows.index(row) for row in rows], tokens.device), tokens] = True
 
 
-class _Likely(NamedTuple):
-    """The outcomes to prepare for: how many tokens are accepted, and the bonus tokens, which are on the device."""
-
-    num_accepted: list[int]
-    bonus_tokens: Tensor  # (B,)
-
-    def outcomes(self, bonus_tokens: Iterable[int]) -> list[Outcome]:
-        return [Outcome(k, token) for k, token in zip(self.num_accepted, bonus_tokens, strict=True)]
-
-
 def _of(values: Tensor, rows: Sequence[int], some: Sequence[int]) -> Tensor:
     """(rows, ...) values -> those of some rows, without a copy of all."""
     return values if list(some) == list(rows) else values[put([rows.index(row) for row in some], values.device)]
-
-
-def _outcomes_only(likely: Mapping[int, _Likely]) -> dict[int, SpeculationCache]:
-    """Read the outcomes."""
-    numbers = iter(torch.cat([own.bonus_tokens for own in likely.values()]).tolist())
-    read = {row: own.outcomes(islice(numbers, len(own.num_accepted))) for row, own in likely.items()}
-    return {row: SpeculationCache(outcomes) for row, outcomes in read.items()}
-
-
-def _read_build(likely: Mapping[int, _Likely], steps: Sequence[tuple[Tensor, Laws]]) -> dict[int, SpeculationCache]:
-    """Read the outcomes and what was drafted for them, all at once."""
-    bonus_tokens = pad_sequence([own.bonus_tokens for own in likely.values()], batch_first=True)
-    tokens = torch.stack([bonus_tokens, *(drawn for drawn, _ in steps)]).tolist()
-    caches = {}
-    for place, (row, own) in enumerate(likely.items()):
-        outcomes = own.outcomes(tokens[0][place][: len(own.num_accepted)])
-        drafted = [(of_step[place], laws[place]) for of_step, (_, laws) in zip(tokens[1:], steps, strict=True)]
-        caches[row] = SpeculationCache(outcomes, drafted)
-    return caches
-
-
-def _sample_alike(
-    logits: Tensor, uniforms: Tensor, sampling: Sampling, drafting: Drafting, draft_index: int
-) -> tuple[Tensor, Tensor | None]:
-    """(..., V) logits, (...) uniform numbers -> (...) tokens, (..., V) laws or None at temperature 0."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1), None
-    probs = process(logits, sampling)
-    num_downweighted = drafting.num_downweighted(draft_index)
-    if num_downweighted:
-        probs = down_weight(probs, logits, num_downweighted, drafting.downweight)
-    return draw(probs, uniforms), probs
-
-
-def likely_outcomes(logits: Tensor, drafted: Sequence[int], fan_out: Sequence[int]) -> _Likely:
-    """The outcomes to prepare for: after k accepted tokens the `fan_out[k]` most likely of row k of (n+1, V) logits.
-
-    A rejected draft token cannot be the bonus token, so `drafted[k]` is left out for k < len(drafted): what stands
-    behind it moves up.
-    """
-    n, vocab_size = len(drafted), logits.shape[-1]
-    num_bonus = [min(num, vocab_size - (k < n)) for k, num in enumerate(fan_out)]
-    num_accepted = [k for k, num in enumerate(num_bonus) for _ in range(num)]
-    if not num_accepted:
-        return _Likely([], logits.new_zeros(0, dtype=torch.long))
-    ranked = by_rank(logits, max(num_bonus) + 1)
-    left_out = put([[token] for token in (*drafted, -1)], logits.device)
-    moves_up = (ranked == left_out).cumsum(-1)[:, : max(num_bonus)]
-    at = [(k, i) for k, num in enumerate(num_bonus) for i in range(num)]
-    rows, places = put(list(zip(*at, strict=True)), logits.device)
-    return _Likely(num_accepted, ranked[rows, places + moves_up[rows, places]])

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor import target as target_role
-from executor.drafting import Drafter
 from executor.draws import Draws, Purpose
 from executor.execute import execute
+from executor.row_sampler import RowSampler
 from executor.sampling import draw, penalised, process
 from executor.toy_model import HashModel, serial_runner
 from sim.decider import Decider
@@ -220,21 +220,21 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, honest)
 
 
-_SAMPLE, _UNIFORMS, _VERIFY = Drafter._sample, Draws.uniforms, target_role.verify
+_SAMPLE, _UNIFORMS, _VERIFY = RowSampler.sample, Draws.uniforms, target_role.verify
 
 
 def _with_argmax(
-    drafter: Drafter, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
+    sampler: RowSampler, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
 ) -> Any:
     """Takes the most likely token and hands on the whole q."""
     return logits.argmax(-1), list(process(logits, Sampling(1.0)))
 
 
 def _with_another_law(
-    drafter: Drafter, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
+    sampler: RowSampler, rows: Sequence[int], logits: Tensor, uniforms: Tensor, drafting: Drafting, draft_index: int
 ) -> Any:
     """Draws from the processed q, or from q', and hands on the plain one."""
-    tokens, _ = _SAMPLE(drafter, rows, logits, uniforms, drafting, draft_index)
+    tokens, _ = _SAMPLE(sampler, rows, logits, uniforms, drafting, draft_index)
     return tokens, list(process(logits, Sampling(1.0)))
 
 
@@ -258,18 +258,18 @@ def _accepting_everything(target_probs: Tensor, draft_tokens: Tensor, *others: T
 
 
 CONTROLS = (
-    Case("SD: argmax drawn, q tested", Speculative(2), fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
-    Case("SSD hits: argmax drawn, q tested", _HITS, fault=lambda: _replaced(Drafter, "_sample", _with_argmax)),
+    Case("SD: argmax drawn, q tested", Speculative(2), fault=lambda: _replaced(RowSampler, "sample", _with_argmax)),
+    Case("SSD hits: argmax drawn, q tested", _HITS, fault=lambda: _replaced(RowSampler, "sample", _with_argmax)),
     Case(
         "SSD, C = .3: q' drawn, q tested",
         _WEIGHTED,
-        fault=lambda: _replaced(Drafter, "_sample", _with_another_law),
+        fault=lambda: _replaced(RowSampler, "sample", _with_another_law),
     ),
     Case(
         "SD: processed q drawn, plain q tested",
         Speculative(2),
         (Sampling(3.0, top_k=3),),
-        fault=lambda: _replaced(Drafter, "_sample", _with_another_law),
+        fault=lambda: _replaced(RowSampler, "sample", _with_another_law),
     ),
     Case(
         "SSD: filler, another law tested",

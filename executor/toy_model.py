@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.concurrency import Runner, SerialDraft
+from executor.concurrency import Runner
 from executor.kv_cache import KvCacheCorrupt
 from executor.recorder import Recorder
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from sim.trace import Lane
 

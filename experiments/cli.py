@@ -19,6 +19,7 @@ from sim.errors import BadInput, RunFailed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.planning import Plan
     from experiments.uncertainty import Uncertainty
 
 EXIT_BAD_INPUT = 2
@@ -128,13 +129,19 @@ def fit(
     out: Annotated[Path, typer.Option("--out", help="The system.json to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it."""
+    """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it. Shows how well its
+    parameters are known."""
     from calibration.fit import fit as fit_system
+    from calibration.fit_report import report_fit
     from calibration.profile import Profile
+    from experiments.fitted import print_fit
     from experiments.output import output_files
 
+    profile = Profile.read(profile_folder)
+    system = fit_system(profile)
     with output_files(out, overwrite=overwrite) as file:
-        fit_system(Profile.read(profile_folder)).write(file)
+        system.write(file)
+    print_fit(report_fit(profile, system), profile, system, _console(as_json=False))
     print(f"wrote {out}")
 
 
@@ -157,7 +164,7 @@ def simulate(
     from sim.simulate import predict
 
     plan = read_plan(source, batch_size)
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
     _print_predictions([prediction], as_json=as_json)
@@ -192,7 +199,7 @@ def search(
     plan = read_plan(source, batch_size)
     if plan.search is not None and config_file is not None:
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
     engine_name = engine or best_engine(plan.workload, plan.system)
     found = search_policies(space, plan.workload, plan.system, engine=engine_name, seed=seed)
@@ -299,7 +306,7 @@ def serve(
     from sim.serving import serve as serve_load
 
     plan = read_plan(source)
-    _print_assumptions(plan.assumptions)
+    _print_basis(plan)
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
@@ -348,6 +355,43 @@ def run(
     if as_json:
         print(json.dumps(summary, indent=1))
     _exit_unless_lossless(summary)
+
+
+@app.command()
+def validate(
+    config_file: ConfigFile,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
+    overwrite: Overwrite = False,
+    seed: Seed = None,
+    reduced: Reduced = False,
+    profile_folder: Annotated[
+        Path | None, typer.Option("--profile", help="Use the profiles of an earlier validation; measure none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run many held-out configurations for real and set every prediction beside its measurement."""
+    from experiments.config import load_config
+    from experiments.output import output_folder
+    from experiments.validation import for_largest_batch, print_validation, read_profiles, run_validation
+
+    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed))
+    earlier = read_profiles(profile_folder) if profile_folder else None
+    out = out or Path("out") / config.name
+    console = _console(as_json=as_json)
+    with output_folder(out, overwrite=overwrite) as folder:
+        from experiments.bench import open_bench
+        from experiments.stages import Stages
+
+        stages = Stages(console)
+        with open_bench(config, stages) as bench:
+            validation = run_validation(config, bench, folder, stages, earlier)
+    print_validation(validation, console)
+    console.print(f"wrote {out / 'validation.md'}", highlight=False)
+    if as_json:
+        print(json.dumps(validation, indent=1))
+    lossless = validation["lossless"]
+    if validation["missed"] or (lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @bench_app.command("sim")
@@ -495,8 +539,11 @@ def _console(*, as_json: bool) -> Console:
     return console
 
 
-def _print_assumptions(assumptions: Sequence[str]) -> None:
-    for assumption in assumptions:
+def _print_basis(plan: Plan) -> None:
+    """What a reader must know before the figures."""
+    for doubt in plan.doubts:
+        print(f"warning: {doubt}", file=sys.stderr)
+    for assumption in plan.assumptions:
         print(f"assumed: {assumption}", file=sys.stderr)
 
 

@@ -86,6 +86,40 @@ class SearchConfig(Section):
     on_late_builds: Annotated[tuple[LateBuild, ...], Field(min_length=1)] = (LateBuild.WAIT,)
 
 
+class ConfigurationsConfig(SearchConfig):
+    """Configurations to validate: AR, SD at every speculation length and SSD of every combination, decoded `batch_size`
+    prompts at a time."""
+
+    batch_size: Count = 1
+
+
+class ToleranceConfig(Section):
+    """What validation must reach; it ends with exit code 1 where it does not."""
+
+    mape_tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    hit_rate_mae: Annotated[float, Field(gt=0)] | None = None
+    rank_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
+    regret: Annotated[float, Field(ge=0)] | None = None
+
+    def stated(self) -> dict[str, float]:
+        """Those that were given."""
+        return {name: bound for name, bound in self.model_dump().items() if bound is not None}
+
+
+class ValidationConfig(Section):
+    """What `saguaro validate` measures. Test prompts are decoded under every configuration, `repeats` times with seeds
+    of their own; then `fresh_prompts` others under the best ones, to see what the recommended policy loses."""
+
+    configurations: Annotated[tuple[ConfigurationsConfig, ...], Field(min_length=1)]
+    repeats: Annotated[int, Field(ge=2)] = 2
+    fresh_prompts: Annotated[int, Field(ge=2)]
+    tolerance: ToleranceConfig = ToleranceConfig()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({group.batch_size for group in self.configurations}))
+
+
 class RunConfig(Section):
     """How the chosen policies are measured. Fewer than three repeats would show no spread.
 
@@ -112,6 +146,14 @@ class ExperimentConfig(Section):
     profile: ProfileConfig
     search: SearchConfig
     run: RunConfig = RunConfig()
+    validation: ValidationConfig | None = None  # of `saguaro validate`, which alone reads it
+
+    def with_batch_size(self, batch_size: int) -> ExperimentConfig:
+        """Raises `BadInput` if the numbers of prompts do not go with it."""
+        workload = self.workload.model_copy(update={"batch_size": batch_size})
+        config = self.model_copy(update={"workload": workload})
+        _check_together(config, lambda path: f"{path[-1]} for batches of {batch_size}")
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """As the YAML file would say it."""
@@ -184,6 +226,33 @@ def _check_together(config: ExperimentConfig, place: Callable[[Keys], str]) -> N
     fits = 2 * rows <= num_prompts[0] and not any(num % rows for num in num_prompts)
     require(fits, ("workload", "batch_size"), rule.format(*num_prompts), rows)
 
+    if config.validation is not None:
+        _check_validation(config, config.validation, require)
+
     rule = "must be >= 2 for batches, whose rows differ in length"
     ragged = workload.batch_size == 1 or min(profile.contexts) >= 2
     require(ragged, ("profile", "contexts"), rule, list(profile.contexts))
+
+
+def _check_validation(
+    config: ExperimentConfig, validation: ValidationConfig, require: Callable[[bool, Keys, str, object], None]
+) -> None:
+    """Every configuration lies inside what is profiled, and every batch is whole."""
+    block, profile = max(validation.batch_sizes), config.profile
+    for number, group in enumerate(validation.configurations):
+        path = ("validation", "configurations", number)
+        longest, limit = max(group.speculation_lengths), profile.max_speculation_length
+        rule = f"must not exceed profile.max_speculation_length = {limit}"
+        require(longest <= limit, (*path, "speculation_lengths"), rule, longest)
+        largest, limit = max(group.budgets), max(profile.branch_counts)
+        rule = f"must not exceed the largest of profile.branch_counts = {limit}"
+        require(largest <= limit, (*path, "budgets"), rule, largest)
+        require(
+            block % group.batch_size == 0, (*path, "batch_size"), f"must divide the largest, {block}", group.batch_size
+        )
+    for keys, given in (
+        (("workload", "test_prompts"), config.workload.test_prompts),
+        (("validation", "fresh_prompts"), validation.fresh_prompts),
+        (("workload", "calibration_prompts"), config.workload.calibration_prompts),
+    ):
+        require(given % block == 0, keys, f"must be a multiple of the largest batch size, {block}", given)

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from executor.concurrency import Runner, SerialDraft, open_runner
+from executor.concurrency import Runner, open_runner
 from executor.execute import execute
 from executor.language_model import LanguageModel
 from executor.pairs import Pair, load_pair
 from executor.reference import PlainPass, Transformers
+from executor.serial_draft import SerialDraft
 from experiments.benchmark import machine
 from experiments.measurement import join
 from sim.errors import BadInput

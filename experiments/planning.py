@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from calibration.fit_report import doubts_about
 from experiments.config import SearchConfig
 from experiments.numbers import Numbers, read_numbers
 from experiments.recorded_workload import recorded_workload
+from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.system import System
 from sim.workload import Workload
@@ -15,14 +17,15 @@ from sim.workload import Workload
 
 @dataclass(frozen=True)
 class Plan:
-    """A system, what it decodes, and what had to be assumed. Only a file of numbers says what to search, and what is
-    only known to lie in a range."""
+    """A system, what it decodes, what had to be assumed, and what to doubt before all else. Only a file of numbers says
+    what to search, and what is only known to lie in a range."""
 
     system: System
     workload: Workload
     search: SearchConfig | None = None
     assumptions: tuple[str, ...] = ()
     numbers: Numbers | None = None
+    doubts: tuple[str, ...] = ()
 
 
 def read_plan(source: Path, batch_size: int | None = None) -> Plan:
@@ -36,7 +39,9 @@ def read_plan(source: Path, batch_size: int | None = None) -> Plan:
         numbers = read_numbers(source)
         return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
     system = System.read(source)
-    return Plan(system, replace(recorded_workload(system.agreement), batch_size=batch_size or 1))
+    doubts = doubts_about(system.agreement) if isinstance(system.agreement, AgreementRecord) else []
+    workload = replace(recorded_workload(system.agreement), batch_size=batch_size or 1)
+    return Plan(system, workload, doubts=tuple(doubts))
 
 
 def best_engine(workload: Workload, system: System) -> str:

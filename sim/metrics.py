@@ -110,7 +110,7 @@ def joined(indices: Iterable[int], groups: Iterable[Collection[int]]) -> dict[in
     return {index: number[smallest(index)] for index in parent}
 
 
-def _batches(traces: Iterable[Trace]) -> dict[int, int]:
+def batch_numbers(traces: Iterable[Trace]) -> dict[int, int]:
     """Number of the batch of each sequence: those that were verified together in some trace are in one. A sequence
     without a round is alone."""
     traces = list(traces)
@@ -122,7 +122,7 @@ def _by_batch(
     traces: Seq[Trace], amounts: Callable[[Trace], Mapping[int, float]], batch_of: Mapping[int, int] | None = None
 ) -> FloatArray:
     """(num_batches,) totals over the repeats of amounts by sequence."""
-    batch_of = _batches(traces) if batch_of is None else batch_of
+    batch_of = batch_numbers(traces) if batch_of is None else batch_of
     total = np.zeros(len(set(batch_of.values())))
     for trace in traces:
         for index, amount in amounts(trace).items():
@@ -140,7 +140,7 @@ def _over_rounds(traces: Seq[Trace], amount: Callable[[Round], float]) -> FloatA
     return _by_batch(traces, amounts)
 
 
-def _decoded(trace: Trace) -> dict[int, float]:
+def decoded(trace: Trace) -> dict[int, float]:
     """Tokens that rounds emitted, by sequence."""
     return {s.index: s.num_decoded for s in trace.sequences}
 
@@ -148,14 +148,14 @@ def _decoded(trace: Trace) -> dict[int, float]:
 def _seconds_of_batches(trace: Trace, start_s: Callable[[Sequence], float]) -> dict[int, float]:
     """From the first start of the rows of a batch to the last end, by one of its sequences: a target decodes at least
     one of them all the while."""
-    batch_of = _batches([trace])
+    batch_of = batch_numbers([trace])
     batches: dict[int, list[Sequence]] = {}
     for s in trace.sequences:
         batches.setdefault(batch_of[s.index], []).append(s)
     return {rows[0].index: max(s.end_s for s in rows) - min(map(start_s, rows)) for rows in batches.values()}
 
 
-def _decoding_s(trace: Trace) -> dict[int, float]:
+def decoding_s(trace: Trace) -> dict[int, float]:
     return _seconds_of_batches(trace, attrgetter("decode_start_s"))
 
 
@@ -174,8 +174,8 @@ def decode_totals(*policies: Seq[Trace]) -> list[tuple[FloatArray, FloatArray]]:
     prompts = [{s.index for trace in traces for s in trace.sequences} for traces in policies]
     if any(indices != prompts[0] for indices in prompts):
         raise BadInput("traces", "must be of the same prompts for every policy", [len(indices) for indices in prompts])
-    batch_of = _batches(trace for traces in policies for trace in traces)
-    return [(_by_batch(t, _decoded, batch_of), _by_batch(t, _decoding_s, batch_of)) for t in policies]
+    batch_of = batch_numbers(trace for traces in policies for trace in traces)
+    return [(_by_batch(t, decoded, batch_of), _by_batch(t, decoding_s, batch_of)) for t in policies]
 
 
 def tokens_per_s(traces: Seq[Trace]) -> Estimate:
@@ -191,7 +191,7 @@ def tokens_per_s_of_a_sequence(traces: Seq[Trace]) -> Estimate:
     """Decode rate of one sequence, whatever is decoded beside it: tokens that rounds emitted over the time from the end
     of the prefill to the last token, totals over totals."""
     seconds = _by_batch(traces, lambda trace: {s.index: s.decode_s for s in trace.sequences})
-    return _rate(_by_batch(traces, _decoded), seconds)
+    return _rate(_by_batch(traces, decoded), seconds)
 
 
 def end_to_end_tokens_per_s(traces: Seq[Trace]) -> Estimate:

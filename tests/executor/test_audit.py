@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from executor.concurrency import Runner, SerialDraft
+from executor.concurrency import Runner
 from executor.drafting import Drafter
 from executor.execute import execute
 from executor.kv_cache import KvCacheCorrupt, SlotCache
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from executor.toy_model import FakePair
 from sim.policy import Autoregressive, Speculative

@@ -38,7 +38,7 @@ def ssd(K: int, fallback: Fallback = Fallback.DRAFT) -> SpeculativeSpeculative:
 def as_on_a_gpu(monkeypatch):
     """Ranks are selected without asking about equals; float64 logits of the tiny models are compared as float32."""
     monkeypatch.setattr(sampling, "by_rank", sampling.by_rank_unasked)
-    monkeypatch.setattr("executor.drafting.by_rank", sampling.by_rank_unasked)
+    monkeypatch.setattr("executor.likely_outcomes.by_rank", sampling.by_rank_unasked)
 
 
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5)])

@@ -19,12 +19,13 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from executor.concurrency import Runner, SerialDraft
+from executor.concurrency import Runner
 from executor.execute import execute
 from executor.kv_cache import SlotCache, branch_mask, causal_mask
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
 from executor.reference import generate
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from executor.toy_model import FakePair
 from sim.errors import BadInput

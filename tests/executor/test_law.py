@@ -8,11 +8,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-import executor.drafting
+import executor.row_sampler
 import executor.target
-from executor.drafting import Drafter
 from executor.draws import Draws, Purpose
 from executor.execute import execute
+from executor.row_sampler import RowSampler
 from executor.sampling import penalised, process
 from executor.toy_model import HashModel, serial_runner
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
@@ -157,13 +157,13 @@ def test_a_draft_that_lacks_an_id_changes_no_law(name: str) -> None:
     assert p_value(trace.sequences) > LEVEL
 
 
-def argmax_with_soft_q(drafter, rows, logits, uniforms, drafting, draft_index):
+def argmax_with_soft_q(sampler, rows, logits, uniforms, drafting, draft_index):
     return logits.argmax(-1), list(process(logits, Sampling(1.0)))
 
 
-def drawn_from_q_tested_with_another(drafter, rows, logits, uniforms, drafting, draft_index):
+def drawn_from_q_tested_with_another(sampler, rows, logits, uniforms, drafting, draft_index):
     """Draws from q' and hands on q."""
-    tokens, _ = HONEST_SAMPLE(drafter, rows, logits, uniforms, drafting, draft_index)
+    tokens, _ = HONEST_SAMPLE(sampler, rows, logits, uniforms, drafting, draft_index)
     return tokens, list(process(logits, Sampling(1.0)))
 
 
@@ -176,18 +176,18 @@ def noise_of_one_purpose(draws, purpose, round_index, num):
 
 
 HONEST_UNIFORMS = Draws.uniforms
-HONEST_SAMPLE = Drafter._sample
+HONEST_SAMPLE = RowSampler.sample
 
 
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "fault"),
     [
-        ("SD", Drafter, "_sample", argmax_with_soft_q),
-        ("SSD, every look-up hits", Drafter, "_sample", argmax_with_soft_q),
+        ("SD", RowSampler, "sample", argmax_with_soft_q),
+        ("SSD, every look-up hits", RowSampler, "sample", argmax_with_soft_q),
         ("SD", Draws, "uniforms", noise_of_one_purpose),
         ("SSD, mixed, none", Draws, "uniforms", noise_of_one_purpose),
-        ("SSD, down-weighted", Drafter, "_sample", drawn_from_q_tested_with_another),
-        ("SSD, mostly hits, down-weighted", Drafter, "_sample", drawn_from_q_tested_with_another),
+        ("SSD, down-weighted", RowSampler, "sample", drawn_from_q_tested_with_another),
+        ("SSD, mostly hits, down-weighted", RowSampler, "sample", drawn_from_q_tested_with_another),
         ("SSD, mixed, filler", executor.target, "stated_probs", filler_tested_with_a_draft_law),
     ],
 )
@@ -249,13 +249,13 @@ def blind_to_what_was_drafted(logits, penalty, text):
     return torch.cat([penalised(row[None], penalty, text[: len(text) - len(logits) + 1]) for row in logits])
 
 
-HONEST_SAMPLE_ALIKE = executor.drafting._sample_alike
+HONEST_SAMPLE_ALIKE = executor.row_sampler._sample_alike
 
 
 @pytest.mark.parametrize(
     ("sampling", "owner", "attribute", "fault"),
     [
-        (UNEQUAL[2], executor.drafting, "_sample_alike", drawn_from_processed_tested_with_raw),
+        (UNEQUAL[2], executor.row_sampler, "_sample_alike", drawn_from_processed_tested_with_raw),
         (UNEQUAL[3], executor.target, "process", raw_at_draft_positions),
         (UNEQUAL[5], executor.target, "penalised", blind_to_what_was_drafted),
     ],

@@ -4,14 +4,16 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.channel import _LENGTH, PipeChannel, queue_channels
+from executor.channel import _LENGTH, PipeChannel, open_end, pipe_ends, queue_channels
 from executor.draft_client import DraftClient, DraftFailed
+from executor.mailbox import STORES_ARE_SEEN_IN_ORDER, Mailbox, shared_memory
 from executor.messages import Ask, Built, Call, Fault, Reply, Result, from_bytes, to_bytes
 from executor.sequence import Question, Verified
 from executor.speculation_cache import Speculation
@@ -194,9 +196,19 @@ def test_a_refusal_keeps_its_kind() -> None:
             client.result() if client._awaited else client.speculate(QUESTION)
 
 
-@pytest.fixture
-def pipe():
-    ends = [PipeChannel(connection) for connection in multiprocessing.Pipe()]
+def two_ends(box_capacity: int | None) -> list[PipeChannel]:
+    """Of a pipe, with mailboxes of so many bytes if any."""
+    here, there = multiprocessing.Pipe()
+    if box_capacity is None:
+        return [PipeChannel(here), PipeChannel(there)]
+    memories = [shared_memory(box_capacity) for _ in range(2)]
+    ways = [Mailbox(memories[0]), Mailbox(memories[1])], [Mailbox(memories[1]), Mailbox(memories[0])]
+    return [PipeChannel(end, (inbox, outbox)) for end, (inbox, outbox) in zip((here, there), ways, strict=True)]
+
+
+@pytest.fixture(params=[None, 200], ids=["pipe", "mailboxes"])
+def pipe(request):
+    ends = two_ends(request.param)
     yield ends
     for end in ends:
         end.close()
@@ -251,6 +263,75 @@ def test_an_end_is_found_behind_what_was_sent(pipe) -> None:
             pipe[1].receive()
     with pytest.raises(BrokenPipeError):
         pipe[1].send(LONG)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 400)), max_size=12), st.booleans())
+def test_messages_come_in_order_by_whichever_way(steps: list, peeks: bool) -> None:
+    """Some go through the mailbox, those that find it taken or too small through the pipe. None: the reader reads."""
+    here, there = two_ends(200)
+    sent, received = [], []
+    try:
+        for size in steps:
+            if size is None:
+                if peeks:
+                    there.peek()
+                received += [there.receive()] if there.is_ready() else []
+            else:
+                sent.append(Result(len(sent), bytes(size)))
+                here.send(sent[-1])
+        while there.is_ready():
+            received.append(there.receive())
+        assert received == sent
+        with pytest.raises(TimeoutError):
+            there.receive(timeout_s=0.0)
+    finally:
+        here.close()
+        there.close()
+
+
+def test_a_sleeper_is_woken_by_what_lies_in_its_mailbox() -> None:
+    here, there = two_ends(200)
+    received = []
+    reader = threading.Thread(target=lambda: received.extend(there.receive(timeout_s=60.0) for _ in range(2)))
+    reader.start()
+    try:
+        for number in range(2):
+            while not there._inbox.reader_sleeps:
+                time.sleep(0.005)
+            here.send(Result(number, None))
+            while len(received) == number and reader.is_alive():
+                time.sleep(0.005)
+        reader.join()
+        assert received == [Result(0, None), Result(1, None)]
+        assert not there._unread and not there.is_ready()  # what woke it is gone
+    finally:
+        here.close()
+        there.close()
+
+
+def echo(end, num_messages: int) -> None:
+    channel = open_end(end)
+    for _ in range(num_messages):
+        channel.send(channel.receive())
+
+
+@pytest.mark.skipif(not STORES_ARE_SEEN_IN_ORDER, reason="processes use no mailboxes on this processor")
+def test_nothing_is_torn_between_processes() -> None:
+    """Each message comes back as it went, whatever lay in the mailbox before it."""
+    own_end, other_end = pipe_ends()
+    messages = [Result(number, bytes([number % 251]) * (number * 37 % 5000)) for number in range(2000)]
+    process = multiprocessing.get_context("fork").Process(target=echo, args=(other_end, len(messages)))
+    process.start()
+    channel = open_end(own_end)
+    try:
+        for message in messages:
+            channel.send(message)
+            assert channel.receive(timeout_s=60.0) == message
+    finally:
+        channel.close()
+        process.join()
+    assert channel._num_received == len(messages)
 
 
 def test_a_thread_sees_what_the_next_request_brings() -> None:

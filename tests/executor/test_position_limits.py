@@ -2,10 +2,11 @@
 
 import pytest
 
-from executor.concurrency import Runner, SerialDraft
+from executor.concurrency import Runner
 from executor.execute import execute
 from executor.language_model import LanguageModel
 from executor.recorder import Recorder
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from executor.toy_model import FakePair, HashModel, serial_runner
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative

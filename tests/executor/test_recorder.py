@@ -2,11 +2,11 @@
 
 import itertools
 
-from executor.concurrency import SerialDraft
 from executor.execute import requests
 from executor.loops import speculative
 from executor.recorder import Recorder
 from executor.sequence import OpenBatch
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from executor.toy_model import HashModel
 from sim.policy import SpeculativeSpeculative

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from executor.concurrency import Runner, SerialDraft, open_runner
+from executor.concurrency import Runner, open_runner
 from executor.execute import execute
 from executor.language_model import LanguageModel
 from executor.pairs import load_pair
 from executor.recorder import Recorder
 from executor.reference import generate
+from executor.serial_draft import SerialDraft
 from executor.target import Target
 from executor.toy_model import FakePair
 from sim.policy import Autoregressive, Fallback, Speculative
