@@ -30,7 +30,7 @@ class ServingRun:
 def serving_run(data: Mapping[str, Any], name: str, told: Told) -> ServingRun:
     """From the keys that vLLM and SGLang share. Raises `BadInput` naming a key that is missing or impossible."""
     tpot_s = require_number(f"{name}: mean_tpot_ms", data.get("mean_tpot_ms"), 0, above=True) / 1e3
-    completed = data.get("completed") or 0
+    completed = data.get("completed")
     return ServingRun(
         name=name,
         tpot_s=tpot_s,
@@ -49,8 +49,11 @@ def _batch_size(data: Mapping[str, Any], name: str, tpot_s: float) -> int:
     return max(1, round(throughput * tpot_s))
 
 
-def _mean_length(total: object, completed: int) -> int | None:
-    return round(total / completed) if isinstance(total, int) and completed > 0 else None
+def _mean_length(total: object, completed: object) -> int | None:
+    """None where the run does not tell."""
+    if isinstance(total, int) and isinstance(completed, int) and completed > 0:
+        return round(total / completed)
+    return None
 
 
 def from_runs(

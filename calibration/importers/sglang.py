@@ -12,7 +12,7 @@ chain of draft tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from calibration.importers.imported import Imported, Source, Told, json_objects, refuse_bare_acceptance
@@ -42,8 +42,14 @@ def import_sglang(sources: Sequence[Source], told: Told) -> Imported:
         serving_run(data, name, told),
         Speculation(_speculation_length(data, name, told), length),
         told,
-        ("acceptance by position: one rate for all of them stands for it",),
+        tuple(_caveats(data)),
     )
+
+
+def _caveats(data: Mapping[str, Any]) -> Iterator[str]:
+    yield "acceptance by position: one rate for all of them stands for it"
+    if str(data.get("dataset_name", "")).startswith("random"):
+        yield "acceptance on real texts: these prompts were random tokens, whose acceptance says little about others"
 
 
 def _speculates(name: str, data: Mapping[str, Any], *, is_plain: bool) -> bool:
@@ -59,7 +65,7 @@ def _speculation_length(data: Mapping[str, Any], name: str, told: Told) -> int:
     server = data.get("server_info")
     settings = server if isinstance(server, Mapping) else {}
     width = settings.get("speculative_eagle_topk")
-    if width is not None and width > 1:
+    if width not in (None, 1):
         raise BadInput(
             f"{name}: server_info.speculative_eagle_topk", "must be 1: a tree tells nothing of chains", width
         )

@@ -36,6 +36,7 @@ MISS_RATIO = Assumed(
     "hits.overall.miss_ratio", 1.75, 1.5, 3.0, "hits are not told apart by source; misses of published pairs"
 )
 USUAL_BUILD, LEAST_BUILD = 0.8, 0.4  # of a verification: the steps of a build that hides behind it
+PAST_THE_END = "acceptance of texts that end by themselves: bench.py decodes past the end-of-text token"
 LEAST_DRAFTING = 0.5  # of the time of misses beyond the verification, what draft steps take at least
 
 MODE = re.compile(r"Model: .*Mode: (.*), Total: (\d+)tok, Time: ")
@@ -107,7 +108,13 @@ def import_ssd(sources: Sequence[Source], told: Told) -> Imported:
         engine="ssd",
         learned={**text, **temperature, **speculation.learned(), **times.learned, **hits},
         how=(speculation.in_words(), *times.how, *(f"{run.name}: {run.kind}" for run in runs)),
-        not_learned=(*times.not_learned, *unknown, *unknown_hits, *(() if "ssd" in by_kind else (NO_BUILD,))),
+        not_learned=(
+            *times.not_learned,
+            *unknown,
+            PAST_THE_END,
+            *unknown_hits,
+            *(() if "ssd" in by_kind else (NO_BUILD,)),
+        ),
         assumed=(SPREAD_OF_PROMPTS, *times.assumed, *assumed_hits),
         measured=tuple(Measured(policy, run.tokens_per_s) for run in runs for policy in _policies(run, told)),
     )

@@ -27,7 +27,7 @@ from typing import Any
 from calibration.importers.imported import Imported, Source, Told, json_objects, refuse_bare_acceptance
 from calibration.importers.serving_run import ServingRun, from_runs, serving_run
 from calibration.importers.speculation import DraftCounts, Speculation
-from sim.errors import BadInput, require_number
+from sim.errors import BadInput, require_entries, require_number
 
 PREFIX = "vllm:spec_decode_num_"
 SERIES = re.compile(rf"^{PREFIX}(\w+?)(?:_total)?(?:\{{(.*)\}})?\s+(\S+)(?:\s+\d+)?$")
@@ -158,17 +158,22 @@ def _speculation(data: Mapping[str, Any], name: str, told: Told) -> Speculation:
     tokens = data.get("spec_decode_acceptance_length")
     rates = data.get("spec_decode_per_position_acceptance_rates")
     if rates:
-        return Speculation(len(rates), 1 + sum(rates), tuple(map(float, rates)))
+        key = f"{name}: spec_decode_per_position_acceptance_rates"
+        cumulative = tuple(require_number(key, rate, 0, 1) for rate in require_entries(key, rates))
+        return Speculation(len(cumulative), 1 + sum(cumulative), cumulative)
     if tokens is None:
         refuse_bare_acceptance(data, name)
         rule = "must tell what was accepted: give counters, log lines or a result with spec_decode_acceptance_length"
         raise BadInput(name, rule)
-    length = told.speculation_length or _mean_draft(data)
+    length = told.speculation_length or _mean_draft(data, name)
     if length is None:
         length = told.need("speculation_length", name)
     return Speculation(length, require_number(f"{name}: spec_decode_acceptance_length", tokens, 1))
 
 
-def _mean_draft(data: Mapping[str, Any]) -> int | None:
-    drafts, tokens = data.get("spec_decode_num_drafts"), data.get("spec_decode_draft_tokens")
-    return round(tokens / drafts) if drafts and tokens else None
+def _mean_draft(data: Mapping[str, Any], name: str) -> int | None:
+    counts = [data.get(key) for key in ("spec_decode_draft_tokens", "spec_decode_num_drafts")]
+    if None in counts:
+        return None
+    tokens, drafts = (require_number(f"{name}: spec_decode counts", count, 0, above=True) for count in counts)
+    return round(tokens / drafts)

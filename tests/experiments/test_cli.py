@@ -226,9 +226,46 @@ def test_profile_fit_simulate_search(
 
 def test_search_from_numbers_says_what_it_assumed(saguaro: Saguaro) -> None:
     example = QUICKSTART.parent / "from_numbers.yaml"
-    code, out, err = saguaro("search", example)
+    code, out, err = saguaro("search", example, "--draws", "0")
     assert code == 0 and "SSD K=3" in out and "assumed: no hit curve given" in err
     assert_refused(saguaro("search", example, "--config", QUICKSTART), "--config: goes with a system.json")
+
+
+def test_search_from_numbers_says_how_far_the_answer_moves(saguaro: Saguaro, tmp_path: Path) -> None:
+    example = tmp_path / "numbers.yaml"
+    text = (QUICKSTART.parent / "five_numbers.yaml").read_text()
+    for old, new in (
+        ("[1, 2, 3, 4, 5, 6, 7, 8]", "[2]"),
+        ("[8, 16, 24, 32]", "[8]"),
+        ("size: 1", "size: 1, new_tokens: 32"),
+    ):
+        text = text.replace(old, new)
+    example.write_text(text)
+    code, out, err = saguaro("search", example, "--draws", "5", "--seed", "7", "--json")
+    assert code == 0 and "assumed: no hit curve given" in err
+    moved = json.loads(out)["uncertainty"]
+    assert moved["num_draws"] == 5 and moved["seed"] == 7
+    assert sum(policy["best_in_share_of_draws"] for policy in moved["policies"]) == pytest.approx(1)
+    assert "times.verify_ms" in {entry["key"] for entry in moved["sensitivities"]}
+    code, out, _ = saguaro("search", example, "--draws", "5", "--seed", "7")
+    assert code == 0 and "% of 5 draws (seed 7)" in out
+    code, out, _ = saguaro("search", example, "--draws", "0")
+    assert code == 0 and "draws" not in out
+
+
+def test_import_leads_to_a_file_of_numbers_and_its_answer(saguaro: Saguaro, tmp_path: Path) -> None:
+    samples = ROOT / "tests" / "calibration" / "importers" / "samples"
+    files = ("vllm", samples / "vllm_serve_sd.json", "--ar", samples / "vllm_serve_ar.json", "--out", "here")
+    code, out, err = saguaro("import", *files, "--draws", "3")
+    assert code == 0 and "SD K=4" in out and "predicted" in out and "draws (seed 0)" in out
+    assert "learned: conditional acceptance 0.8" in err and "not learned: how long the verification takes" in err
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"manifest.json", "numbers.yaml"}
+    code, out, _ = saguaro("simulate", "here/numbers.yaml", "--policy", "{kind: sd, speculation_length: 4}")
+    assert code == 0 and "SD K=4" in out
+    assert_refused(saguaro("import", *files), "here: already exists")
+    code, _, _ = saguaro("import", *files, "--overwrite", "--draws", "0")
+    assert code == 0
+    assert_refused(saguaro("import", "other", *files[1:]), "FORMAT: must be one of vllm, sglang, ssd, logprobs")
 
 
 def test_profile_of_another_machine_is_refused(

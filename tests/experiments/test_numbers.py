@@ -13,6 +13,7 @@ from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
 from sim.search import search
 from sim.simulate import predict
 from sim.theory import expected_tokens_per_round, sd_speedup
+from sim.trace import Lane, Operation
 
 EXAMPLE = Path(__file__).parents[2] / "experiments" / "configs" / "from_numbers.yaml"
 NUMBERS = """
@@ -107,6 +108,76 @@ def test_the_best_k_of_sd_does_not_rise_with_the_batch_and_is_zero_past_the_knee
     assert best[0] == 6 and best[-2:] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "mean_acceptance_length: 3.3616, speculation_length: 4",
+        "mean_accepted: 2.3616, speculation_length: 4",
+        "accepted_over_drafted: 0.5904, speculation_length: 4",
+        "cumulative: [0.8, 0.64]",
+        "conditional: [0.75], shift: 0.05",
+    ],
+)
+def test_acceptance_is_the_same_by_every_definition(tmp_path, definition):
+    numbers = read_numbers(written(tmp_path, NUMBERS.replace("conditional: [0.8]", definition)))
+    assert numbers.system.agreement.acceptance == pytest.approx((0.8,) * len(numbers.system.agreement.acceptance))
+
+
+def verify_and_draft_ms(numbers):
+    latency = numbers.system.latency
+    steps = (
+        (Lane.TARGET, Operation.VERIFY, 1),
+        (Lane.TARGET, Operation.VERIFY, 5),
+        (Lane.DRAFT, Operation.DRAFT_STEP, 1),
+    )
+    return [1e3 * float(latency[lane, operation].location_s(width, 10)) for lane, operation, width in steps]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        "ar_ms: 20, verify_ms: 22, draft_step_ms: 2",
+        "ar_ms: 20, verify_over_ar: 1.1, draft_over_ar: 0.1",
+        "ar_ms: 20, verify_ms: 22, sd_round_ms: 33, sd_speculation_length: 5, host_ms: 1",
+        "ar_ms: 20, verify_over_ar: 1.1, sd_round_ms: 30, sd_speculation_length: 4",
+        "verify_over_ar: 1.1, draft_over_ar: 0.1, sd_round_ms: 30, sd_speculation_length: 4",
+    ],
+)
+def test_steps_are_the_same_by_every_way_to_tell_them(tmp_path, times):
+    numbers = read_numbers(written(tmp_path, NUMBERS.replace("verify_ms: 10, draft_step_ms: 1", times)))
+    assert verify_and_draft_ms(numbers) == pytest.approx([20, 22, 2])
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ("verify_ms: 10", "times.draft_step_ms: this key is missing"),
+        ("draft_step_ms: 1", "must hold either verify_ms or verify_over_ar"),
+        ("verify_ms: 10, draft_step_ms: 1, draft_over_ar: 0.1, ar_ms: 10", "draft_step_ms or draft_over_ar, not both"),
+        ("verify_over_ar: 1, draft_step_ms: 1", "times.ar_ms: must be given with"),
+        ("verify_ms: 10, sd_round_ms: 20", "sd_speculation_length: must be given with sd_round_ms"),
+        ("verify_ms: 10, draft_step_ms: 1, sd_speculation_length: 4", "goes with sd_round_ms"),
+        ("verify_ms: 10, draft_step_ms: 1, sd_round_ms: 20, sd_speculation_length: 4", "must decide one step"),
+        ("verify_over_ar: 1, sd_round_ms: 20, sd_speculation_length: 4", "must decide one step"),
+        ("verify_ms: 10, sd_round_ms: 9, sd_speculation_length: 4", "line 6: times.sd_round_ms: must be longer than"),
+        (f"verify_ms: {[10] * 9}, draft_step_ms: 1, ar_ms: 9", "times.ar_ms: must be left out where verify_ms lists"),
+    ],
+)
+def test_too_few_or_too_many_times_are_named(tmp_path, times, message):
+    with pytest.raises(BadInput, match=message):
+        read_numbers(written(tmp_path, NUMBERS.replace("verify_ms: 10, draft_step_ms: 1", times)))
+
+
+@pytest.mark.parametrize("miss_ratio", [1, 1.75, 3])
+def test_the_overall_hit_rate_is_met_at_its_fan_out(tmp_path, miss_ratio):
+    """But for the first round, which behaves as one after a miss."""
+    hits = f"hits: {{overall: {{hit_rate: 0.8, fan_out: 4, miss_ratio: {miss_ratio}}}}}\n"
+    text = NUMBERS.replace("new_tokens: 400", "new_tokens: 4000").replace("budgets: [8]", "budgets: [16]")
+    numbers = read_numbers(written(tmp_path, text + hits))
+    found = predict(SpeculativeSpeculative(3, (4,) * 4, (4,) * 4), numbers.workload, numbers.system)
+    assert found.hit_rate.value == pytest.approx(0.8, abs=0.002)
+
+
 def test_devices_and_memory_are_read(tmp_path):
     text = (
         NUMBERS
@@ -143,6 +214,20 @@ def test_a_list_must_cover_all_rows(tmp_path):
         ("conditional: [0.8]", "cumulative: [0.5, 0.6]", "line 5: acceptance: .* must not rise"),
         ("conditional: [0.8]", "conditional: [0.8], cumulative: [0.8]", "must hold exactly one definition"),
         ("acceptance: {conditional: [0.8]}", "acceptance: {}", "must hold exactly one definition"),
+        (
+            "acceptance: {conditional: [0.8]}",
+            "acceptance: 0.8",
+            "line 5: acceptance: must say by which definition: cond",
+        ),
+        ("conditional: [0.8]", "mean_accepted: 2", "acceptance.speculation_length: must be given with"),
+        ("conditional: [0.8]", "mean_accepted: 5, speculation_length: 4", r"line 5: acceptance: tokens per round"),
+        ("conditional: [0.8]", "records: [nowhere.parquet]", "line 4: text.new_tokens: must be left out"),
+        (
+            "text: {new_tokens: 400}\nacceptance: {conditional: [0.8]}",
+            "acceptance: {records: [nowhere.parquet]}",
+            "line 4: acceptance: .*nowhere.parquet: no such agreement record",
+        ),
+        ("conditional: [0.8]", "records: [a], plus_minus: 0.1", "plus_minus: must be left out with records"),
         ("verify_ms: 10", "verify: 10", "line 6: times.verify"),
         ("verify_ms: 10", "verify_ms: [10, 12]", "must have 9 entries, for 1 to 9 tokens, got 2"),
         ("verify_ms: 10", "verify_ms: -1", "line 6: times.verify_ms"),

@@ -24,6 +24,7 @@ def test_accept_length_counts_the_bonus_token() -> None:
     imported = import_sglang([LINES], Told(speculation_length=4))
     assert imported.learned["acceptance.mean_acceptance_length"] == 3.3616
     assert "conditional acceptance 0.8 " in imported.how[0]
+    assert any("random tokens" in said for said in imported.not_learned)
     assert imported.learned["times.ar_ms"] == 20.0
     assert imported.learned["times.sd_round_ms"] == pytest.approx(30.0, abs=1e-3)
 
