@@ -255,7 +255,7 @@ def acceptance_of(record: AgreementRecord) -> tuple[Estimate, float]:
     for repeated in record.repeated_prompts:
         group[repeated] = repeated[0]
     _, prompt = np.unique(group[prompt], return_inverse=True)
-    sums, counts = np.bincount(prompt, accepted), np.bincount(prompt).astype(float)
+    sums, counts = (np.bincount(prompt, own).astype(float) for own in (accepted, None))
     estimate = ratio_of_totals(sums, counts) or Estimate(0.0, -np.inf, np.inf, 0)
     num = len(sums)
     if num < 2 or not counts.sum():

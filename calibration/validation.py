@@ -261,7 +261,7 @@ class Validation:
         configurations in a repeat out, which is the machine's drift from repeat to repeat."""
         rates = np.stack(
             [result.of_repeats(self.draws.test) for result in self.results]
-        )  # (configurations, repeats, ..)
+        )
         if rates.shape[1] < 2:
             raise BadInput("repeats", "must be at least 2 to know the noise", rates.shape[1])
         if beside_others:
