@@ -259,9 +259,7 @@ class Validation:
         """Mean absolute difference between a repeat of a configuration and the mean of its other repeats: what a
         prediction by another real run of the same prompts would be off. `beside_others` takes the mean speed of all
         configurations in a repeat out, which is the machine's drift from repeat to repeat."""
-        rates = np.stack(
-            [result.of_repeats(self.draws.test) for result in self.results]
-        )
+        rates = np.stack([result.of_repeats(self.draws.test) for result in self.results])
         if rates.shape[1] < 2:
             raise BadInput("repeats", "must be at least 2 to know the noise", rates.shape[1])
         if beside_others:
