@@ -19,6 +19,7 @@ from sim.errors import BadInput, RunFailed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.config import ExperimentConfig
     from experiments.planning import Plan
     from experiments.uncertainty import Uncertainty
 
@@ -69,6 +70,19 @@ Draws = Annotated[
 DrawSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was interrupted; what it finished is not done again.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting instead of the file's: workload.temperature=0.7; several times."
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved settings and the estimated time; measure nothing.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON to standard output, everything else to the error output.")
@@ -102,25 +116,36 @@ def profile(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
+    settings: Settings = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.output import LEDGER, is_finished, resumable_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     out = out or Path("out") / f"{config.name}-profile"
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.run import measure_profile
-        from experiments.stages import Stages
+    if dry_run:
+        _print_dry_run(config, out, None, only_profile=True, as_json=as_json)
+        return
+    console = _console(as_json=as_json)
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.run import profile_into
+            from experiments.stages import Stages
 
-        stages = Stages(_console(as_json=False))
-        with open_bench(config, stages) as bench:
-            measure_profile(config, bench, stages).write(folder)
-    print(f"wrote {out}")
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                profile_into(folder, config, bench, stages, Ledger(folder / LEDGER))
+    _print_record(out, console, as_json=as_json)
 
 
 @app.command()
@@ -325,33 +350,43 @@ def run(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
+    settings: Settings = None,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
     ] = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
     from calibration.profile import Profile
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.output import LEDGER, is_finished, resumable_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
+    if dry_run:
+        _print_dry_run(config, out, profile_folder, only_profile=False, as_json=as_json)
+        return
     console = _console(as_json=as_json)
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.run import run_experiment
-        from experiments.stages import Stages
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.run import run_experiment
+            from experiments.stages import Stages
 
-        stages = Stages(console)
-        with open_bench(config, stages) as bench:
-            summary = run_experiment(config, bench, folder, stages, earlier=earlier)
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=Ledger(folder / LEDGER))
+    summary = json.loads((out / "summary.json").read_text())
     _print_summary(summary, console)
-    console.print(f"wrote {out / 'report.md'}", highlight=False)
+    _print_record(out, console, report="report.html")
     if as_json:
         print(json.dumps(summary, indent=1))
     _exit_unless_lossless(summary)
@@ -516,10 +551,11 @@ def main() -> None:
     except TyperException as error:
         code = _fail(error.format_message())
     except (RunFailed, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         code = EXIT_FAILED
-    except (Abort, KeyboardInterrupt):
-        print("interrupted; nothing was written", file=sys.stderr)
+    except (Abort, KeyboardInterrupt) as error:
+        kept = ", ".join(getattr(error, "__notes__", ())) or "nothing was written"
+        print(f"interrupted; {kept}", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
@@ -537,6 +573,25 @@ def _console(*, as_json: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_OF_FILES
     return console
+
+
+def _print_dry_run(
+    config: ExperimentConfig, out: Path, earlier: Path | None, *, only_profile: bool, as_json: bool
+) -> None:
+    from experiments.dry_run import dry_run
+
+    print(dry_run(config, out, earlier, only_profile=only_profile, as_json=as_json).rstrip())
+
+
+def _print_record(out: Path, console: Console, *, report: str = "", as_json: bool = False) -> None:
+    """Where a record lies, and the digest of what it was made from; its manifest as JSON if asked for."""
+    from experiments.run import digest_in_words
+
+    manifest = json.loads((out / "manifest.json").read_text())
+    console.print(digest_in_words(manifest), highlight=False)
+    console.print(f"wrote {out / report}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(manifest, indent=1))
 
 
 def _print_basis(plan: Plan) -> None:

@@ -189,7 +189,17 @@ class Trace:
             yield rounds
 
     def write(self, folder: Path) -> None:
-        """Write `sequences.parquet`, `rounds.parquet`, `spans.parquet`, `trace.json` and `perfetto.json`."""
+        """Write what `write_tables` does, and for other programs `rounds.csv`, `spans.csv` and `perfetto.json`."""
+        import pyarrow.csv as csv
+
+        self.write_tables(folder)
+        for name, rows, row_type in self._tables():
+            if row_type is not Sequence:  # whose lists a CSV file cannot hold
+                csv.write_csv(_to_table(rows, row_type), folder / f"{name}.csv")
+        (folder / "perfetto.json").write_text(json.dumps(self.to_perfetto()))
+
+    def write_tables(self, folder: Path) -> None:
+        """Write what `read` reads: `sequences.parquet`, `rounds.parquet`, `spans.parquet` and `trace.json`."""
         import pyarrow.parquet as pq
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,11 +207,10 @@ class Trace:
             pq.write_table(_to_table(rows, row_type), folder / f"{name}.parquet")
         header = {"schema": SCHEMA, "policy": self.policy, "workload": self.workload, "meta": self.meta}
         (folder / "trace.json").write_text(json.dumps(header, indent=1))
-        (folder / "perfetto.json").write_text(json.dumps(self.to_perfetto()))
 
     @classmethod
     def read(cls, folder: Path) -> Trace:
-        """Inverse of `write`. Raises `BadInput` if a file is missing or of another schema."""
+        """Inverse of `write_tables`. Raises `BadInput` if a file is missing or of another schema."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
