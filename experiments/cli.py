@@ -193,6 +193,7 @@ def simulate(
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
     _print_predictions([prediction], as_json=as_json)
+    _print_digest([prediction.to_dict()])
 
 
 @app.command()
@@ -336,6 +337,7 @@ def serve(
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
     reports = [serve_load(wanted, load, plan.workload, plan.system, seed, slo=slo) for wanted in policies]
+    _print_digest([report.to_dict() for report in reports])
     if as_json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
         return
@@ -426,6 +428,33 @@ def validate(
         print(json.dumps(validation, indent=1))
     lossless = validation["lossless"]
     if validation["missed"] or (lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def schema(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="experiment, numbers or policy.")] = "experiment",
+) -> None:
+    """Print the JSON schema of the YAML files, for editors and checkers."""
+    from experiments.schema import FileKind
+    from experiments.schema import schema as schema_of
+
+    if kind not in list(FileKind):
+        raise BadInput("KIND", f"must be one of {', '.join(FileKind)}", kind)
+    print(json.dumps(schema_of(FileKind(kind)), indent=1))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, devices, cores and threads, and what is missing; exit code 1 if models cannot be run."""
+    from experiments.doctor import DOCTOR_HEAD, examine, is_ready, to_json
+
+    findings = examine()
+    if as_json:
+        print(json.dumps(to_json(findings), indent=1))
+    else:
+        _print_table(DOCTOR_HEAD, [finding.row() for finding in findings], _console(as_json=False))
+    if not is_ready(findings):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -592,6 +621,13 @@ def _print_record(out: Path, console: Console, *, report: str = "", as_json: boo
     console.print(f"wrote {out / report}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps(manifest, indent=1))
+
+
+def _print_digest(result: list[dict[str, Any]]) -> None:
+    """Equal if the result is."""
+    from calibration.digest import digest
+
+    print(f"digest of the result: {digest(result)[:16]}", file=sys.stderr)
 
 
 def _print_basis(plan: Plan) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from calibration.breakdown import figures_of_merit
 from calibration.digest import digest, digest_of_inputs
 from calibration.fit import at_speed_of, fit
+from calibration.hit_rates import hit_curves
 from calibration.profile import (
     Profile,
     check_identity,
@@ -23,8 +24,15 @@ from calibration.profile import (
     profile_manifest,
     prompt_hashes,
 )
-from calibration.report import report
+from calibration.report import (
+    ACCEPTED_COUNTS,
+    HIT_RATE_BY_FAN_OUT,
+    PREDICTED_AGAINST_MEASURED,
+    TIMELINE,
+    report,
+)
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
+from calibration.summaries import summarize_agreement
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
@@ -40,8 +48,10 @@ from experiments.measurement import (
     turns,
 )
 from experiments.planning import best_engine
+from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
 from experiments.stages import Stages
+from sim.agreement import AgreementRecord
 from sim.errors import RunFailed
 from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
@@ -108,6 +118,7 @@ def run_experiment(
         details = explain_run(comparisons, found, sound, simulated, lossless)
         details["engines"] = cross_check_engines(list(policies.values()), test, system_then, engine, config.seed)
         company = side_by_side(profile.latency)
+        details["hit_curves"] = hit_curves_of(found.best("ssd").policy, system, sound[-1])
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
         details["notes"] = [*failure_notes(measured), *sessions.notes(), *remarks]
@@ -375,6 +386,13 @@ def explain_run(
     }
 
 
+def hit_curves_of(policy: Policy, system: System, traces: Repeats) -> dict[str, Any]:
+    """Of the best SSD policy: hit rates of the record by fan-out, and those measured."""
+    assert isinstance(policy, SpeculativeSpeculative) and isinstance(system.agreement, AgreementRecord)
+    summary = summarize_agreement(system.agreement, recorded_workload(system.agreement), policy)
+    return hit_curves(summary, policy, traces)
+
+
 def cross_check_engines(
     policies: Sequence[Policy], workload: Workload, system: System, engine: str, seed: int
 ) -> list[dict[str, str | float]]:
@@ -461,11 +479,16 @@ def write_results(
     measured: Trace,
     simulated: Trace,
 ) -> None:
-    """Figures, `report.md` and the three JSON files; the timeline shows the two traces given."""
-    from experiments.figures import predicted_against_measured, timeline
+    """Figures, the two reports and the three JSON files; the timeline shows the two traces given."""
+    from experiments.figures import accepted_counts, hit_rate_by_fan_out, predicted_against_measured, timeline
+    from experiments.html_report import html_report
 
-    predicted_against_measured(summary, folder / "figures" / "predicted_against_measured.svg")
-    timeline(measured, simulated, folder / "figures" / "timeline.svg")
+    figures = folder / "figures"
+    predicted_against_measured(summary, figures / f"{PREDICTED_AGAINST_MEASURED.name}.svg")
+    accepted_counts(details["policies"], figures / f"{ACCEPTED_COUNTS.name}.svg")
+    hit_rate_by_fan_out(details["hit_curves"], figures / f"{HIT_RATE_BY_FAN_OUT.name}.svg")
+    timeline(measured, simulated, figures / f"{TIMELINE.name}.svg")
     (folder / "report.md").write_text(report(summary, details, manifest))
+    (folder / "report.html").write_text(html_report(summary, details, manifest, figures))
     for name, content in (("summary", summary), ("details", details), ("manifest", manifest)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1, allow_nan=False))
