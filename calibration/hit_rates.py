@@ -9,30 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from calibration.summaries import FAN_OUTS, AgreementSummary
+from calibration.summaries import FAN_OUTS, hit_rates
+from sim.agreement import AgreementRecord
+from sim.errors import BadInput
 from sim.metrics import HITS, LOOKUPS, ratio_of_totals
-from sim.policy import SpeculativeSpeculative
+from sim.policy import Policy, SpeculativeSpeculative
 from sim.trace import Round, Source, Trace
+from sim.workload import Workload
 
 AFTER = {Source.HIT: "hit", Source.MISS: "miss"}
 
 
-def hit_curves(summary: AgreementSummary, policy: SpeculativeSpeculative, traces: Sequence[Trace]) -> dict[str, Any]:
+def hit_curves(record: AgreementRecord, workload: Workload, policy: Policy, traces: Sequence[Trace]) -> dict[str, Any]:
     """JSON-safe. `predicted`: for rounds after a hit and after a miss, the share of look-ups that find their outcome if
-    every accept count has the fan-out. `measured`: the look-ups of `traces` of the policy, by the fan-out that the
-    policy gave to the accept count before them, with intervals over sequences."""
-    return {"policy": policy.name, "predicted": _predicted(summary), "measured": _measured(policy, traces)}
-
-
-def _predicted(summary: AgreementSummary) -> list[dict[str, Any]]:
-    curves = []
-    for source, name in AFTER.items():
-        of_source = [curve for curve in summary.curves if curve.source is source]
-        total = sum(curve.share for curve in of_source)
-        rates = [sum(c.share * c.curve.hit_rate(fan_out) for c in of_source) / total for fan_out in FAN_OUTS if total]
-        if rates:
-            curves.append({"source": name, "fan_outs": list(FAN_OUTS), "hit_rates": rates})
-    return curves
+    every accept count has the fan-out, on the record's texts. `measured`: the look-ups of `traces` of the policy, by
+    the fan-out that the policy gave to the accept count before them, with intervals over sequences."""
+    if not isinstance(policy, SpeculativeSpeculative):
+        raise BadInput("policy", "must be an SSD policy, which alone looks anything up", policy.name)
+    fan_outs = [fan_out for fan_out in FAN_OUTS if fan_out <= record.num_candidates]
+    rates = hit_rates(record, workload, policy, fan_outs)
+    predicted = [{"source": AFTER[source], "fan_outs": fan_outs, "hit_rates": rate} for source, rate in rates.items()]
+    return {"policy": policy.name, "predicted": predicted, "measured": _measured(policy, traces)}
 
 
 def _measured(policy: SpeculativeSpeculative, traces: Sequence[Trace]) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ DEFINITIONS = [
     "**hit rate**: look-ups whose outcome had a prepared speculation; also by the source of the round that ended "
     "with it.",
     "**hit rate by fan-out**: of all look-ups in rounds of a source, the share that would find their outcome "
-    "prepared if every accept count had that fan-out; the lines are power laws fitted to the calibration record. "
+    "prepared if every accept count had that fan-out; the lines are exact for the texts of the calibration record. "
     "Measured points are the look-ups after the accept counts that had this fan-out, so an uneven fan-out mixes "
     "other accept counts at every point.",
     "**survival by position**: share of the rounds that drafted so far in which the draft token at this position was "

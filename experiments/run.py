@@ -32,7 +32,6 @@ from calibration.report import (
     report,
 )
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
-from calibration.summaries import summarize_agreement
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
@@ -51,7 +50,6 @@ from experiments.planning import best_engine
 from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
 from experiments.stages import Stages
-from sim.agreement import AgreementRecord
 from sim.errors import RunFailed
 from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
@@ -118,7 +116,8 @@ def run_experiment(
         details = explain_run(comparisons, found, sound, simulated, lossless)
         details["engines"] = cross_check_engines(list(policies.values()), test, system_then, engine, config.seed)
         company = side_by_side(profile.latency)
-        details["hit_curves"] = hit_curves_of(found.best("ssd").policy, system, sound[-1])
+        best_ssd = found.best("ssd").policy
+        details["hit_curves"] = hit_curves(profile.agreement, recorded_workload(profile.agreement), best_ssd, sound[-1])
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
         details["notes"] = [*failure_notes(measured), *sessions.notes(), *remarks]
@@ -384,13 +383,6 @@ def explain_run(
         "differences": [difference.to_dict() for difference in lossless.differences] if lossless else [],
         "num_policies": found.num_policies,
     }
-
-
-def hit_curves_of(policy: Policy, system: System, traces: Repeats) -> dict[str, Any]:
-    """Of the best SSD policy: hit rates of the record by fan-out, and those measured."""
-    assert isinstance(policy, SpeculativeSpeculative) and isinstance(system.agreement, AgreementRecord)
-    summary = summarize_agreement(system.agreement, recorded_workload(system.agreement), policy)
-    return hit_curves(summary, policy, traces)
 
 
 def cross_check_engines(

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from calibration.hit_rates import hit_curves
-from calibration.summaries import summarize_agreement
+from sim.errors import BadInput
 from sim.metrics import hit_rate, hit_rate_by_source
-from sim.policy import SpeculativeSpeculative
+from sim.policy import Speculative, SpeculativeSpeculative
 from sim.simulate import simulate
 from tests.sim.toy import markov, record_of, system_of, workload_of
 
@@ -18,7 +18,7 @@ def found() -> tuple[dict, list]:
     record = record_of(*markov(1), num_prompts=30, length=40, seed=2)
     workload, system = workload_of(record), system_of(record)
     traces = [simulate(POLICY, workload, system, seed) for seed in range(3)]
-    return hit_curves(summarize_agreement(record, workload, POLICY), POLICY, traces), traces
+    return hit_curves(record, workload, POLICY, traces), traces
 
 
 def test_measured_points_are_all_look_ups(found: tuple[dict, list]) -> None:
@@ -42,13 +42,22 @@ def test_more_guesses_never_hit_less(found: tuple[dict, list]) -> None:
         assert all(0 <= rate <= 1 for rate in curve["hit_rates"])
 
 
-def test_an_even_fan_out_is_met_by_its_own_runs() -> None:
-    """Both sides are of the same law; they differ by the sampling of 4000 look-ups and by the fit of a power law."""
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_an_even_fan_out_is_met_by_its_own_runs(fan_out: int) -> None:
+    """Both sides are of the same texts and the same law; four standard errors are exceeded by chance once in 15 000."""
     record = record_of(*markov(1), num_prompts=60, length=60, seed=3)
     workload, system = workload_of(record), system_of(record)
-    policy = SpeculativeSpeculative(2, (2, 2, 2), (2, 2, 2))
+    policy = SpeculativeSpeculative(2, (fan_out,) * 3, (fan_out,) * 3)
     traces = [simulate(policy, workload, system, seed) for seed in range(3)]
-    curves = hit_curves(summarize_agreement(record, workload, policy), policy, traces)
-    predicted = {c["source"]: c["hit_rates"][c["fan_outs"].index(2)] for c in curves["predicted"]}
+    curves = hit_curves(record, workload, policy, traces)
+    predicted = {c["source"]: c["hit_rates"][c["fan_outs"].index(fan_out)] for c in curves["predicted"]}
+    assert {point["source"] for point in curves["measured"]} == {"hit", "miss"}
     for point in curves["measured"]:
-        assert abs(point["hit_rate"]["value"] - predicted[point["source"]]) < 0.08
+        rate = predicted[point["source"]]
+        assert abs(point["hit_rate"]["value"] - rate) < 4 * np.sqrt(rate * (1 - rate) / point["lookups"])
+
+
+def test_only_a_policy_that_looks_something_up_has_hit_rates() -> None:
+    record = record_of(*markov(1), num_prompts=2, length=8, seed=3)
+    with pytest.raises(BadInput, match="policy: must be an SSD policy"):
+        hit_curves(record, workload_of(record), Speculative(2), [])

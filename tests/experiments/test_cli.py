@@ -285,7 +285,7 @@ CHANGES_THE_SETTINGS = {
     "--seed": ("--seed", "5"),
     "--batch-size": ("--batch-size", "2"),
     "--reduced": ("--reduced",),
-    "--set": ("--set", "workload.temperature=0.5"),
+    "--set": ("--set", "run.repeats=4"),
 }
 CHANGES_NO_SETTING = {"--out", "--overwrite", "--resume", "--profile", "--dry-run", "--quiet", "--json", "--help"}
 
@@ -333,7 +333,7 @@ def test_every_option_that_is_a_setting_changes_what_is_printed_and_stored(
     stored = json.loads((tmp_path / "here" / "manifest.json").read_text())["settings"]
     code, out, _ = saguaro(command, tiny, *every, "--dry-run", "--json")
     assert stored == json.loads(out)["config"]
-    assert (stored["seed"], stored["workload"]["batch_size"], stored["workload"]["temperature"]) == (5, 2, 0.5)
+    assert (stored["seed"], stored["workload"]["batch_size"], stored["run"]["repeats"]) == (5, 2, 4)
 
 
 def test_a_dry_run_prints_a_complete_file_and_scales_earlier_times(
