@@ -21,7 +21,8 @@ LOOKS: dict[Operation, tuple[str, str]] = {
     Operation.LOOKUP: ("#000000", ""),
 }
 SOURCE_MARKS = {source: "" if source is Source.SYNCHRONOUS else source.value for source in Source}
-HIT_LOOKS = {"hit": ("-", "o"), "miss": ("--", "s")}  # line and marker by the source of the round
+# By the source of the round: line, marker, and how far beside its place the marker stands, so that none hides another.
+HIT_LOOKS = {"hit": ("-", "o", 0.97), "miss": ("--", "s", 1.03)}
 LANES = (Lane.DRAFT, Lane.TARGET)  # from below
 
 
@@ -38,8 +39,9 @@ def predicted_against_measured(summary: Mapping[str, Any], path: Path) -> None:
         axes.errorbar(places, values, yerr=_half_widths(estimates), fmt="none", ecolor="black", capsize=4)
     axes.set_xticks(range(len(rows)), [_wrapped(row) for row in rows])
     axes.set_ylabel("tokens/s, decode only")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper left")
+    figure.legend(frameon=False, loc="outside upper left", ncols=2)
     _save(figure, path)
 
 
@@ -60,29 +62,25 @@ def hit_rate_by_fan_out(curves: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(6.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for curve in curves["predicted"]:
-        line, _ = HIT_LOOKS[curve["source"]]
+        line, _, _ = HIT_LOOKS[curve["source"]]
         shares = [100 * rate for rate in curve["hit_rates"]]
-        axes.plot(curve["fan_outs"], shares, line, color="black", linewidth=1.4)
-        end = (curve["fan_outs"][-1], shares[-1])
-        axes.annotate(f" after a {curve['source']}", end, va="center", fontsize=9)
-    for source, (_, marker) in HIT_LOOKS.items():
-        points = [point for point in curves["measured"] if point["source"] == source]
-        if not points:
-            continue
+        label = f"after a {curve['source']}, calibration record"
+        axes.plot(curve["fan_outs"], shares, line, color="black", linewidth=1.4, label=label)
+    for source, (_, marker, aside) in HIT_LOOKS.items():
+        points = [point for point in curves["measured"] if point["source"] == source and point["fan_out"] > 0]
         rates = [point["hit_rate"] for point in points]
         widths = [[100 * width for width in row] for row in _half_widths(rates)]
-        places, values = [point["fan_out"] for point in points], [100 * rate["value"] for rate in rates]
+        places, values = [aside * point["fan_out"] for point in points], [100 * rate["value"] for rate in rates]
         looks: dict[str, Any] = {"color": "#1f4e79", "markerfacecolor": "#dbe8f4", "markersize": 8, "capsize": 3}
-        axes.errorbar(places, values, widths, fmt=marker, label=f"measured after a {source}", **looks)
+        axes.errorbar(places, values, widths, fmt=marker, label=f"after a {source}, measured", **looks)
     fan_outs = sorted({f for curve in curves["predicted"] for f in curve["fan_outs"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(fan_outs, [str(fan_out) for fan_out in fan_outs])
-    axes.set_xlim(right=2 * max(fan_outs, default=1))  # room for the names of the lines
     axes.set_xlabel("fan-out: guesses of the bonus token per accept count")
     axes.set_ylabel("hit rate, %")
     axes.set_ylim(0, 102)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=2)
     _save(figure, path)
 
 
@@ -99,10 +97,12 @@ def accepted_counts(policies: Mapping[str, Mapping[str, Any]], path: Path) -> No
             shares = [100 * count / sum(counts.values()) for count in counts.values()]
             axes.bar(places, shares, 0.38, label=kind, color=colour, edgecolor="black", hatch=hatch)
         axes.set_title(name.replace(" F=", "\nF="), fontsize=9, loc="left")
+        axes.set_xticks(sorted({number for kind in both.values() for number in kind["rounds_by_accepted_count"]}))
         axes.set_xlabel("accepted tokens of a round")
+        axes.spines[["top", "right"]].set_visible(False)
     row[0].set_ylabel("rounds, %")
     if drafting:
-        row[0].legend(frameon=False)
+        figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower left", ncols=2)
     _save(figure, path)
 
 

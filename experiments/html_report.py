@@ -14,7 +14,7 @@ STYLE = """
 :root { --ink: #16202b; --soft: #55616e; --line: #d5dbe1; --paper: #fff; --tint: #f2f6fa; }
 * { box-sizing: border-box; }
 body { margin: 0; color: var(--ink); background: var(--paper); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
+main { max-width: 1180px; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
 h1 { font-size: 1.45rem; line-height: 1.25; margin: 0 0 1rem; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
 p, li { max-width: 75ch; }
@@ -27,7 +27,7 @@ li { margin: .35rem 0; }
 .wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--line); }
-thead th { border-bottom: 2px solid var(--soft); font-weight: 600; vertical-align: bottom; }
+thead th { border-bottom: 2px solid var(--soft); font-weight: 600; vertical-align: bottom; min-width: 5rem; }
 tbody th { font-weight: 500; min-width: 9rem; }
 td { white-space: nowrap; }
 td.text { white-space: normal; overflow-wrap: anywhere; }
@@ -38,11 +38,11 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .3rem; }
 nav { font-size: .9rem; margin: 1rem 0; }
 nav a { color: #1f4e79; margin-right: 1rem; white-space: nowrap; }
 @media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } .answer { font-size: 1.05rem; } }
-@media (max-width: 700px) { figure svg { max-width: none; width: 640px; } figure.broad svg { width: 900px; } }
+@media (max-width: 700px) { figure svg { max-width: none; width: 560px; } figure.broad svg { width: 860px; } }
 @media print { .wide { overflow: visible; } h2 { break-after: avoid; } figure, table { break-inside: avoid; } }
 """
 LONGEST_CELL = 40  # characters that a cell may have without being folded
-BROAD = 1.9  # width over height above which a figure needs more room to stay readable
+BROAD = 2.1  # width over height above which a figure needs more room to stay readable
 
 
 def html_report(
@@ -103,7 +103,7 @@ def _figure(svg: str, name: str, caption: str) -> str:
     """The drawing itself in place of its file: no width of its own, and no id that another drawing has."""
     drawing = svg[svg.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
-    drawing = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", drawing)
+    drawing = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", drawing)
     width, height = (float(number) for number in re.findall(r'(?:width|height)="([0-9.]+)pt"', drawing)[:2])
     label = escape(caption, quote=True)
     drawing = drawing.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

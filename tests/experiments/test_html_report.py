@@ -71,6 +71,11 @@ def test_ids_are_unique_and_references_lead_somewhere(folder: Path) -> None:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
 
 
+def test_colours_are_those_of_the_figures(document: ET.Element) -> None:
+    colours = {element.attrib["fill"] for element in document.iter() if element.attrib.get("fill", "").startswith("#")}
+    assert colours and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
+
+
 def test_both_reports_say_the_same(document: ET.Element, folder: Path) -> None:
     markdown = (folder / "report.md").read_text()
     assert [text_of(title) for title in document.iter("h2")] == re.findall(r"^## (.+)$", markdown, re.MULTILINE)
