@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from sim.errors import BadInput, RunFailed
+from sim.errors import BadInput, Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,7 +155,7 @@ def profile(
 
             stages = Stages(console, quiet=quiet)
             with open_bench(config, stages) as bench:
-                profile_into(folder, config, bench, stages, Ledger(folder / LEDGER))
+                profile_into(folder, config, bench, stages, Ledger(folder / LEDGER, stages.spare))
     _print_record(out, console, as_json=as_json)
 
 
@@ -399,7 +399,8 @@ def run(
 
             stages = Stages(console, quiet=quiet)
             with open_bench(config, stages) as bench:
-                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=Ledger(folder / LEDGER))
+                ledger = Ledger(folder / LEDGER, stages.spare)
+                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
     summary = json.loads((out / "summary.json").read_text())
     _print_summary(summary, console)
     _print_record(out, console, report="report.html")
@@ -596,9 +597,11 @@ def main() -> None:
     except (RunFailed, FloatingPointError) as error:
         print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         code = EXIT_FAILED
-    except (Abort, KeyboardInterrupt) as error:
-        kept = ", ".join(getattr(error, "__notes__", ())) or "nothing was written"
-        print(f"interrupted; {kept}", file=sys.stderr)
+    except Interrupted as error:
+        print(f"interrupted; {error}", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except (Abort, KeyboardInterrupt):
+        print("interrupted; nothing was written", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,12 @@ class Ledger:
     """Values that were expensive to make, each stored under its name in the moment it is finished.
 
     They lie in a folder for each session, a session being one attempt at the run: `folder/0/measured/2/17/1`. A value
-    is there whole or not at all, for it is written elsewhere and moved. Without a folder nothing is stored.
+    is there whole or not at all, for it is written elsewhere and moved. Without a folder nothing is stored. `on_found`
+    is told the seconds that a value took when it was made, each time that it is read instead.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None = None, on_found: Callable[[float], None] = lambda seconds: None) -> None:
+        self._folder, self._on_found = folder, on_found
         self._session = 0 if folder is None else len(_sessions(folder))
 
     def once(self, name: str, kind: Kind[T], make: Callable[[], T]) -> T:
@@ -58,9 +60,11 @@ class Ledger:
             return make()
         found = self._find(name)
         if found is not None:
+            self._on_found(_read_json(_seconds_of(found)))
             return kind.read(found)
+        start_s = time.perf_counter()
         value = make()
-        self._store(self._folder, name, kind, value)
+        self._store(self._folder, name, kind, value, time.perf_counter() - start_s)
         return value
 
     def same(self, name: str, value: Mapping[str, Any]) -> None:
@@ -80,11 +84,12 @@ class Ledger:
         paths = (self._folder / str(session) / name for session in range(self._session + 1))
         return next((path for path in paths if path.exists()), None)
 
-    def _store(self, folder: Path, name: str, kind: Kind[T], value: T) -> None:
+    def _store(self, folder: Path, name: str, kind: Kind[T], value: T, seconds: float) -> None:
         part, path = folder / PART, folder / str(self._session) / name
         _remove(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         kind.write(value, part)
+        _write_json(seconds, _seconds_of(path))
         part.rename(path)
 
 
@@ -93,6 +98,11 @@ NOWHERE = Ledger()
 
 def _sessions(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if path.name.isdecimal()]
+
+
+def _seconds_of(path: Path) -> Path:
+    """Where it stands how long a value took; it counts only where the value is."""
+    return path.with_name(f"{path.name}.seconds")
 
 
 def _remove(path: Path) -> None:

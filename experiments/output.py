@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from calibration.profile import differences
-from sim.errors import BadInput
+from sim.errors import BadInput, Interrupted
 
 MANIFEST = "manifest.json"  # every finished output folder holds one
 LEDGER = "ledger"  # in the folder of an unfinished run: what it has finished
+
+KEPT = "what was finished is kept; --resume goes on with it"
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
@@ -82,7 +84,8 @@ def resumable_folder(path: Path, *, overwrite: bool, resume: bool) -> Iterator[P
     """A folder as of `output_folder`, which stays where it is if the block is killed or fails after something was
     finished (its `LEDGER`). Then `resume` gives the same folder again, and `overwrite` without it an empty one.
 
-    Raises `BadInput` if there is such a folder and neither is asked for, or if another run is writing there.
+    Raises `BadInput` if there is such a folder and neither is asked for, or if another run is writing there, and
+    `Interrupted` in place of a `KeyboardInterrupt` after which something is kept.
     """
     path = path.resolve()
     check_free(path, overwrite=overwrite)
@@ -97,10 +100,12 @@ def resumable_folder(path: Path, *, overwrite: bool, resume: bool) -> Iterator[P
             yield folder
             check_free(path, overwrite=overwrite)
         except BaseException as error:
-            if (folder / LEDGER).exists():
-                error.add_note("what was finished is kept; --resume goes on with it")
-            else:
+            if not (folder / LEDGER).exists():
                 shutil.rmtree(folder)
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(KEPT) from None
+            error.add_note(KEPT)
             raise
         _take_place(folder, path)
         shutil.rmtree(path / LEDGER, ignore_errors=True)

@@ -56,5 +56,5 @@ class Sessions:
         return [
             f"the run was interrupted and went on later: its measured pieces, in order, are of {sessions}. All "
             "policies decode a batch of prompts before the next one; batches divided between two sessions, where the "
-            f"machine may have had another speed: {self.num_split_batches}. Times of stages are of the last session."
+            f"machine may have had another speed: {self.num_split_batches}."
         ]

@@ -23,14 +23,21 @@ class Stages:
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self.console = Console(quiet=True) if quiet else console
         self.durations_s: dict[str, float] = {}
+        self._spared_s = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A named piece of work."""
-        start_s = time.perf_counter()
+        start_s, self._spared_s = time.perf_counter(), 0.0
         yield
-        self.durations_s[name] = time.perf_counter() - start_s
-        self.console.print(f"{name:<44} {self.durations_s[name]:7.1f} s", highlight=False)
+        elapsed_s = time.perf_counter() - start_s
+        self.durations_s[name] = elapsed_s + self._spared_s
+        before = f", {self._spared_s:.1f} s of it before" if self._spared_s else ""
+        self.console.print(f"{name:<44} {self.durations_s[name]:7.1f} s{before}", highlight=False)
+
+    def spare(self, seconds: float) -> None:
+        """A part of the present stage was done by an earlier session, in so many seconds."""
+        self._spared_s += seconds
 
     @contextmanager
     def counted(self, name: str, total: int) -> Iterator[Callable[[], None]]:

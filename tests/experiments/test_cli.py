@@ -394,6 +394,27 @@ def test_resume_of_a_finished_run_shows_it_again(
     assert_refused(result, "finished run of another experiment; seed was 0 and is 3")
 
 
+def test_an_interrupted_run_says_what_is_kept_and_goes_on(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    def interrupt(policy: Policy, trace: Trace) -> Trace:
+        if policy.name == "SD K=2":
+            raise KeyboardInterrupt
+        return trace
+
+    fake_machine["alter"] = interrupt
+    code, _, err = saguaro("run", tiny)
+    assert code == 130 and err == "interrupted; what was finished is kept; --resume goes on with it\n"
+    assert not (tmp_path / "out" / "quickstart").exists()
+    del fake_machine["alter"]
+    assert_refused(
+        saguaro("run", tiny), "was begun and not finished; --resume goes on with it, --overwrite begins anew"
+    )
+    code, out, _ = saguaro("run", tiny, "--resume")
+    assert code == 0 and "of it before" in out and "was the fastest policy measured" in out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["quickstart"]
+
+
 def test_schema_describes_the_files_that_come_along(saguaro: Saguaro) -> None:
     code, out, _ = saguaro("schema")
     found = json.loads(out)

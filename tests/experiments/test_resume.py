@@ -17,11 +17,11 @@ from rich.console import Console
 from experiments.config import QUICKSTART, ExperimentConfig, load_config
 from experiments.ledger import JSON, NOWHERE, TRACE, Kind, Ledger
 from experiments.measurement import COMPANIONS, MEASURED
-from experiments.output import LEDGER, is_finished, output_folder, resumable_folder
+from experiments.output import KEPT, LEDGER, is_finished, output_folder, resumable_folder
 from experiments.run import measure_profile, run_experiment
 from experiments.sessions import Sessions
 from experiments.stages import Stages
-from sim.errors import BadInput
+from sim.errors import BadInput, Interrupted
 from sim.policy import Policy, Speculative
 from sim.trace import Trace
 from sim.workload import Workload
@@ -70,7 +70,7 @@ class MortalLedger(Ledger):
         super().__init__(folder)
         self._left, self._in_the_middle = survives, in_the_middle
 
-    def _store(self, folder: Path, name: str, kind: Kind[Any], value: Any) -> None:
+    def _store(self, folder: Path, name: str, kind: Kind[Any], value: Any, seconds: float) -> None:
         def torn(value: Any, path: Path) -> None:
             kind.write(value, path)
             for file in [path, *path.rglob("*")]:
@@ -80,10 +80,10 @@ class MortalLedger(Ledger):
 
         if self._left == 0:
             if self._in_the_middle:
-                super()._store(folder, name, Kind(torn, kind.read), value)
+                super()._store(folder, name, Kind(torn, kind.read), value, seconds)
             die()
         self._left -= 1
-        super()._store(folder, name, kind, value)
+        super()._store(folder, name, kind, value, seconds)
 
 
 # --------------------------------------------------------------------------------------------------------------- ledger
@@ -124,6 +124,18 @@ def test_sessions_are_told_apart(tmp_path: Path) -> None:
     }
     assert "3 sessions (1 + 1 + 1)" in sessions.notes()[0]
     assert not Sessions.of(NOWHERE, MEASURED, [(0, 0, 0)]).notes()
+
+
+def test_durations_are_of_all_sessions_together(tmp_path: Path) -> None:
+    stages = quiet()
+    assert Ledger(tmp_path, stages.spare).once("x", JSON, lambda: 5) == 5
+    (seconds,) = tmp_path.rglob("x.seconds")
+    seconds.write_text("1e6")
+    with stages.stage("work"):
+        assert Ledger(tmp_path, stages.spare).once("x", JSON, lambda: pytest.fail("it is there")) == 5
+    with stages.stage("other work"):
+        pass
+    assert stages.durations_s["other work"] < 1e6 <= stages.durations_s["work"]
 
 
 def test_a_trace_is_read_as_it_was(config: ExperimentConfig, tmp_path: Path) -> None:
@@ -183,7 +195,7 @@ def uninterrupted(
     root = tmp_path_factory.mktemp("whole")
     run_experiment(config, FakeBench(config), root / "out", quiet(), ledger=Ledger(root / LEDGER))
     stored = root / LEDGER / "0"
-    names = [str(path.relative_to(stored)) for path in stored.rglob("*") if path.name.isdecimal() and not path.suffix]
+    names = [str(path.relative_to(stored)) for path in stored.rglob("*") if path.name.isdecimal()]
     return without_notes(content(root / "out")), [name for name in names if (stored / name / "trace.json").exists()]
 
 
@@ -286,9 +298,8 @@ def begun(config: ExperimentConfig, tmp_path: Path) -> Path:
 
     bench = FakeBench(config)
     bench.measure_latency = stop  # type: ignore[method-assign,assignment]
-    with pytest.raises(KeyboardInterrupt) as caught, resumable_folder(out, overwrite=False, resume=False) as folder:
+    with pytest.raises(Interrupted, match=KEPT), resumable_folder(out, overwrite=False, resume=False) as folder:
         run_experiment(config, bench, folder, quiet(), ledger=Ledger(folder / LEDGER))
-    assert caught.value.__notes__ == ["what was finished is kept; --resume goes on with it"]
     return out
 
 
