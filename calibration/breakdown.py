@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sim import metrics
-from sim.trace import Lane, Operation, Round, Span, Trace
-
-BUILD = (Operation.GLUE, Operation.TREE_STEP)
+from sim.trace import BUILD, Lane, Operation, Round, Span, Trace
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from calibration.digest import digest_of_inputs
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencySample
@@ -48,13 +50,9 @@ class Profile:
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`, `agreement.parquet`, `latency.parquet` and `traces/<n>/`."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         folder.mkdir(parents=True, exist_ok=True)
         self.agreement.write(folder / "agreement.parquet")
-        columns = {name: [getattr(sample, name) for sample in self.latency] for name in COLUMNS}
-        pq.write_table(pa.table(columns), folder / "latency.parquet")
+        write_samples(self.latency, folder / "latency.parquet")
         for index, trace in enumerate(self.traces):
             trace.write(folder / "traces" / str(index))
         (folder / "manifest.json").write_text(json.dumps(self.manifest, indent=1))
@@ -81,9 +79,10 @@ def profile_manifest(
 ) -> dict[str, Any]:
     """`identity` of models and machine, resolved `settings`, and how long each part of the run took."""
     cells = {(s.lane, s.operation, s.batch_size, s.num_tokens, s.context, s.busy) for s in latency}
-    return {
+    manifest = {
         "schema": SCHEMA,
         "record": "calibration",
+        "version": version("saguaro-planner"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "identity": dict(identity),
         "workload": workload.identity() | {"prompts": prompt_hashes(workload)},
@@ -96,6 +95,7 @@ def profile_manifest(
         },
         "num_traces": num_traces,
     }
+    return manifest | {"digest": digest_of_inputs(manifest)}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -120,6 +120,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(identity, dict) or "concurrency" not in identity:
         raise BadInput(f"{path}: identity", "must be a mapping that holds concurrency", identity)
     return manifest
+
+
+def write_samples(samples: Sequence[LatencySample], path: Path) -> None:
+    """One parquet file, a row per sample."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({name: [getattr(sample, name) for sample in samples] for name in COLUMNS}), path)
 
 
 def read_samples(path: Path) -> list[LatencySample]:
@@ -177,11 +185,16 @@ def prompt_hashes(workload: Workload) -> list[str]:
 
 def check_identity(profile_identity: Mapping[str, Any], run_identity: Mapping[str, Any]) -> None:
     """Raises `BadInput` with every differing field if a profile was made with other models or on another machine."""
-    ours, theirs = flattened(profile_identity), flattened(run_identity)
+    found = differences(profile_identity, run_identity)
+    if found:
+        raise BadInput("profile", f"must come from the same pair, device, precision, threads and versions; {found}")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Every leaf that two nested mappings do not share, in words; empty if they are equal."""
+    ours, theirs = flattened(before), flattened(now)
     differing = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-    if differing:
-        pairs = ", ".join(f"{name} was {ours.get(name)!r} and is {theirs.get(name)!r}" for name in differing)
-        raise BadInput("profile", f"must come from the same pair, device, precision, threads and versions; {pairs}")
+    return ", ".join(f"{name} was {ours.get(name)!r} and is {theirs.get(name)!r}" for name in differing)
 
 
 def flattened(identity: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@ source, each with its interval; and what is left of a record where every round i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,24 @@ def parametric(record: AgreementRecord, workload: Workload, policy: Policy) -> P
         sampling_temperature=record.temperature,
         num_texts=record.num_prompts,
     )
+
+
+def hit_rates(
+    record: AgreementRecord, workload: Workload, policy: SpeculativeSpeculative, fan_outs: Sequence[int]
+) -> dict[Source, list[float]]:
+    """For rounds of either source, the share of their look-ups whose outcome is among so many guesses per accept count,
+    of the rounds that the policy starts; no entry for a source without look-ups."""
+    visits = _Visits(record, workload, policy)
+    rates: dict[Source, list[float]] = {}
+    for source, law in visits.laws.items():
+        arrivals = [visits.starts[source].T * law.ended[k] for k in range(law.drafting.num_drafted + 1)]
+        lookups = sum(float((arrive * law.goes_on(k)).sum()) for k, arrive in enumerate(arrivals))
+        if lookups >= FEWEST_LOOKUPS:
+            rates[source] = [
+                sum(float((arrive * law.prepared(k, fan_out)).sum()) for k, arrive in enumerate(arrivals)) / lookups
+                for fan_out in fan_outs
+            ]
+    return rates
 
 
 class _Visits:

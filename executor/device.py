@@ -49,6 +49,12 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {"device": str(device), "gpu": properties.name, "gpu_memory": properties.total_memory}
 
 
+def describe_gpus() -> list[str]:
+    """Every CUDA device that torch finds, in words."""
+    described = [describe(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return [f"{gpu['device']}: {gpu['gpu']}, {gpu['gpu_memory'] / 2**30:.0f} GiB" for gpu in described]
+
+
 def put(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of the host as a tensor of a device, without waiting for what the device is doing."""
     tensor = torch.as_tensor(values, dtype=dtype)

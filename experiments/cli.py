@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from sim.errors import BadInput, RunFailed
+from sim.errors import BadInput, Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.config import ExperimentConfig
     from experiments.planning import Plan
     from experiments.uncertainty import Uncertainty
 
@@ -80,6 +81,19 @@ Draws = Annotated[
 DrawSeed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws, and of sampled runs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a finished output.")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="Use the small sizes in the file's `reduced` section.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was interrupted; what it finished is not done again.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting instead of the file's: workload.temperature=0.7; several times."
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved settings and the estimated time; measure nothing.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Instead of the file's seed.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON to standard output, everything else to the error output.")
@@ -113,25 +127,36 @@ def profile(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
+    settings: Settings = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.output import LEDGER, is_finished, resumable_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     out = out or Path("out") / f"{config.name}-profile"
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.run import measure_profile
-        from experiments.stages import Stages
+    if dry_run:
+        _print_dry_run(config, out, None, only_profile=True, as_json=as_json)
+        return
+    console = _console(as_json=as_json)
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.run import profile_into
+            from experiments.stages import Stages
 
-        stages = Stages(_console(as_json=False))
-        with open_bench(config, stages) as bench:
-            measure_profile(config, bench, stages).write(folder)
-    print(f"wrote {out}")
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                profile_into(folder, config, bench, stages, Ledger(folder / LEDGER, stages.spare))
+    _print_record(out, console, as_json=as_json)
 
 
 @app.command()
@@ -184,6 +209,7 @@ def simulate(
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
     _print_predictions([prediction], as_json=as_json)
+    _print_digest([prediction.to_dict()])
 
 
 @app.command()
@@ -329,6 +355,7 @@ def serve(
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
     reports = [serve_load(wanted, load, plan.workload, plan.system, seed, slo=slo) for wanted in policies]
+    _print_digest([report.to_dict() for report in reports])
     if as_json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
         return
@@ -343,33 +370,44 @@ def run(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     batch_size: OtherBatchSize = None,
     reduced: Reduced = False,
+    settings: Settings = None,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use this profile of the same pair and machine; measure none.")
     ] = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
     from calibration.profile import Profile
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.output import LEDGER, is_finished, resumable_folder
 
-    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size)
+    config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
+    if dry_run:
+        _print_dry_run(config, out, profile_folder, only_profile=False, as_json=as_json)
+        return
     console = _console(as_json=as_json)
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.run import run_experiment
-        from experiments.stages import Stages
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.run import run_experiment
+            from experiments.stages import Stages
 
-        stages = Stages(console)
-        with open_bench(config, stages) as bench:
-            summary = run_experiment(config, bench, folder, stages, earlier=earlier)
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                ledger = Ledger(folder / LEDGER, stages.spare)
+                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
+    summary = json.loads((out / "summary.json").read_text())
     _print_summary(summary, console)
-    console.print(f"wrote {out / 'report.md'}", highlight=False)
+    _print_record(out, console, report="report.html")
     if as_json:
         print(json.dumps(summary, indent=1))
     _exit_unless_lossless(summary)
@@ -409,6 +447,33 @@ def validate(
         print(json.dumps(validation, indent=1))
     lossless = validation["lossless"]
     if validation["missed"] or (lossless and lossless["identical"] + lossless["near_tie_flips"] < lossless["prompts"]):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def schema(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="experiment, numbers or policy.")] = "experiment",
+) -> None:
+    """Print the JSON schema of the YAML files, for editors and checkers."""
+    from experiments.schema import FileKind
+    from experiments.schema import schema as schema_of
+
+    if kind not in list(FileKind):
+        raise BadInput("KIND", f"must be one of {', '.join(FileKind)}", kind)
+    print(json.dumps(schema_of(FileKind(kind)), indent=1))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, devices, cores and threads, and what is missing; exit code 1 if models cannot be run."""
+    from experiments.doctor import DOCTOR_HEAD, examine, is_ready, to_json
+
+    findings = examine()
+    if as_json:
+        print(json.dumps(to_json(findings), indent=1))
+    else:
+        _print_table(DOCTOR_HEAD, [finding.row() for finding in findings], _console(as_json=False))
+    if not is_ready(findings):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -534,8 +599,11 @@ def main() -> None:
     except TyperException as error:
         code = _fail(error.format_message())
     except (RunFailed, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("; ".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         code = EXIT_FAILED
+    except Interrupted as error:
+        print(f"interrupted; {error}", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     except (Abort, KeyboardInterrupt):
         print("interrupted; nothing was written", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -555,6 +623,32 @@ def _console(*, as_json: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_OF_FILES
     return console
+
+
+def _print_dry_run(
+    config: ExperimentConfig, out: Path, earlier: Path | None, *, only_profile: bool, as_json: bool
+) -> None:
+    from experiments.dry_run import dry_run
+
+    print(dry_run(config, out, earlier, only_profile=only_profile, as_json=as_json).rstrip())
+
+
+def _print_record(out: Path, console: Console, *, report: str = "", as_json: bool = False) -> None:
+    """Where a record lies, and the digest of what it was made from; its manifest as JSON if asked for."""
+    from experiments.run import digest_in_words
+
+    manifest = json.loads((out / "manifest.json").read_text())
+    console.print(digest_in_words(manifest), highlight=False)
+    console.print(f"wrote {out / report}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(manifest, indent=1))
+
+
+def _print_digest(result: list[dict[str, Any]]) -> None:
+    """Equal if the result is."""
+    from calibration.digest import digest
+
+    print(f"digest of the result: {digest(result)[:16]}", file=sys.stderr)
 
 
 def _print_basis(plan: Plan) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from experiments.strict_yaml import Document, Keys, Section, read_yaml, validate
+from experiments.strict_yaml import Document, Keys, Section, parse_setting, read_yaml, validate
 from sim.errors import BadInput
 from sim.policy import Fallback, LateBuild
 from sim.workload import Sampling
@@ -164,26 +164,33 @@ REDUCED = "reduced"  # the section whose values replace those of the same name i
 
 
 def load_config(
-    path: Path, *, reduced: bool = False, seed: int | None = None, batch_size: int | None = None
+    path: Path,
+    *,
+    reduced: bool = False,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    settings: Sequence[str] = (),
 ) -> ExperimentConfig:
-    """Read and check an experiment file. With `reduced` its section of that name overrides the rest; so do `seed` and
-    `batch_size`.
+    """Read and check an experiment file. With `reduced` its section of that name overrides the rest; `seed`,
+    `batch_size` and `settings`, each like `workload.temperature=1e-1`, override both.
 
-    The reduced settings are checked in either case. Raises `BadInput` naming the file, the line and the key.
+    The reduced settings are checked in either case. Raises `BadInput` naming the file, the line and the key, or the
+    option of the command line.
     """
     document = read_yaml(path)
-    full = _checked(document.without(REDUCED))
-    small = _checked(document.merged(REDUCED))
-    config = small if reduced else full
+    full, small = document.without(REDUCED), document.merged(REDUCED)
+    _checked(full), _checked(small)
+    chosen = small if reduced else full
+    if seed is not None:
+        chosen = chosen.with_value(("seed",), seed, "--seed")
     if batch_size is not None:
-        workload = config.workload.model_copy(update={"batch_size": batch_size})
-        config = config.model_copy(update={"workload": workload})
-        _check_together(config, lambda path: "--batch-size")
-    if seed is None:
-        return config
-    if seed < 0:
-        raise BadInput("--seed", "must be an integer >= 0", seed)
-    return config.model_copy(update={"seed": seed})
+        chosen = chosen.with_value(("workload", "batch_size"), batch_size, "--batch-size")
+    for text in settings:
+        keys, value = parse_setting(text, "--set")
+        if keys[0] == REDUCED:
+            raise BadInput("--set", f"must name a setting itself; --{REDUCED} uses those of that section", text)
+        chosen = chosen.with_value(keys, value, f"--set {'.'.join(keys)}")
+    return _checked(chosen)
 
 
 def _checked(document: Document) -> ExperimentConfig:

@@ -1,4 +1,4 @@
-"""Figures as vector files, readable in grey and without telling colours apart."""
+"""Figures as vector files, readable in grey and without telling colours apart: hatches, markers, names at the lines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LOOKS: dict[Operation, tuple[str, str]] = {
     Operation.LOOKUP: ("#000000", ""),
 }
 SOURCE_MARKS = {source: "" if source is Source.SYNCHRONOUS else source.value for source in Source}
+# By the source of the round: line, marker, and how far beside its place the marker stands, so that none hides another.
+HIT_LOOKS = {"hit": ("-", "o", 0.97), "miss": ("--", "s", 1.03)}
 LANES = (Lane.DRAFT, Lane.TARGET)  # from below
 
 
@@ -37,8 +39,9 @@ def predicted_against_measured(summary: Mapping[str, Any], path: Path) -> None:
         axes.errorbar(places, values, yerr=_half_widths(estimates), fmt="none", ecolor="black", capsize=4)
     axes.set_xticks(range(len(rows)), [_wrapped(row) for row in rows])
     axes.set_ylabel("tokens/s, decode only")
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper left")
+    figure.legend(frameon=False, loc="outside upper left", ncols=2)
     _save(figure, path)
 
 
@@ -52,6 +55,55 @@ def _half_widths(estimates: Sequence[Mapping[str, float | None]]) -> list[list[f
 
 def _wrapped(row: Mapping[str, Any]) -> str:
     return f"{row['name'].replace(' F=', chr(10) + 'F=')}\n{100 * row['error']['tokens_per_s']:+.1f} %"
+
+
+def hit_rate_by_fan_out(curves: Mapping[str, Any], path: Path) -> None:
+    """Hit rates of the calibration record over the fan-out, and measured points; see `calibration.hit_rates`."""
+    figure = Figure(figsize=(6.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for curve in curves["predicted"]:
+        line, _, _ = HIT_LOOKS[curve["source"]]
+        shares = [100 * rate for rate in curve["hit_rates"]]
+        label = f"after a {curve['source']}, calibration record"
+        axes.plot(curve["fan_outs"], shares, line, color="black", linewidth=1.4, label=label)
+    for source, (_, marker, aside) in HIT_LOOKS.items():
+        points = [point for point in curves["measured"] if point["source"] == source and point["fan_out"] > 0]
+        rates = [point["hit_rate"] for point in points]
+        widths = [[100 * width for width in row] for row in _half_widths(rates)]
+        places, values = [aside * point["fan_out"] for point in points], [100 * rate["value"] for rate in rates]
+        looks: dict[str, Any] = {"color": "#1f4e79", "markerfacecolor": "#dbe8f4", "markersize": 8, "capsize": 3}
+        axes.errorbar(places, values, widths, fmt=marker, label=f"after a {source}, measured", **looks)
+    fan_outs = sorted({f for curve in curves["predicted"] for f in curve["fan_outs"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(fan_outs, [str(fan_out) for fan_out in fan_outs])
+    axes.set_xlabel("fan-out: guesses of the bonus token per accept count")
+    axes.set_ylabel("hit rate, %")
+    axes.set_ylim(0, 102)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=2)
+    _save(figure, path)
+
+
+def accepted_counts(policies: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Share of rounds by the number of accepted tokens, measured beside simulated, for every policy that drafts;
+    `policies` holds figures of merit, as of `calibration.report.report`."""
+    drafting = {name: both for name, both in policies.items() if len(both["measured"]["rounds_by_accepted_count"]) > 1}
+    figure = Figure(figsize=(1.0 + 4.4 * max(1, len(drafting)), 3.8), layout="constrained")
+    row = figure.subplots(1, max(1, len(drafting)), sharey=True, squeeze=False)[0]
+    for axes, (name, both) in zip(row, drafting.items(), strict=False):
+        for offset, kind, colour, hatch in ((-0.2, "simulated", "#dbe8f4", "///"), (0.2, "measured", "#1f4e79", "")):
+            counts = both[kind]["rounds_by_accepted_count"]
+            places = [number + offset for number in counts]
+            shares = [100 * count / sum(counts.values()) for count in counts.values()]
+            axes.bar(places, shares, 0.38, label=kind, color=colour, edgecolor="black", hatch=hatch)
+        axes.set_title(name.replace(" F=", "\nF="), fontsize=9, loc="left")
+        axes.set_xticks(sorted({number for kind in both.values() for number in kind["rounds_by_accepted_count"]}))
+        axes.set_xlabel("accepted tokens of a round")
+        axes.spines[["top", "right"]].set_visible(False)
+    row[0].set_ylabel("rounds, %")
+    if drafting:
+        figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower left", ncols=2)
+    _save(figure, path)
 
 
 def timeline(measured: Trace, simulated: Trace, path: Path, *, num_rounds: int = 8) -> None:

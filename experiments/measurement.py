@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from experiments.ledger import NOWHERE, TRACE, Ledger, piece_name
 from sim.policy import Policy
 from sim.trace import Trace
 from sim.workload import Workload
 
 Execute = Callable[[Policy, Workload, int], Trace]  # policy, workload, seed
+MEASURED, COMPANIONS = "measured", "companions"  # in a ledger
 
 
 def measure_interleaved(
@@ -22,23 +25,44 @@ def measure_interleaved(
     seed: int,
     on_sequence: Callable[[], None],
     between: Callable[[], None] = lambda: None,
+    ledger: Ledger = NOWHERE,
+    name: str = MEASURED,
 ) -> list[list[Trace]]:
     """One trace per policy and repeat, each over all prompts of `workload`.
 
     Every batch of prompts is decoded under every policy before the next batch, and the order of the policies rotates,
     so that drift of the machine hits all policies alike. Each repeat has a seed of its own. `on_sequence` is called for
-    each decoded sequence, `between` after each batch.
+    each decoded sequence, `between` after each batch. What the `ledger` holds under `name` is not measured again.
     """
     pieces: list[list[list[Trace]]] = [[[] for _ in range(repeats)] for _ in policies]
     for repeat in range(repeats):
         for index, batch in enumerate(batches(workload)):
-            for turn in range(len(policies)):
-                number = (turn + index + repeat) % len(policies)
-                pieces[number][repeat].append(execute(policies[number], batch, seed + repeat))
+            for number in turns(len(policies), repeat, index):
+                piece = partial(execute, policies[number], batch, seed + repeat)
+                pieces[number][repeat].append(ledger.once(piece_name(name, repeat, index, number), TRACE, piece))
                 for _ in batch.prompts:
                     on_sequence()
             between()
     return [[join(parts) for parts in of_policy] for of_policy in pieces]
+
+
+def turns(num_policies: int, repeat: int, batch: int) -> list[int]:
+    """The order of the policies on a batch of prompts."""
+    return [(turn + batch + repeat) % num_policies for turn in range(num_policies)]
+
+
+class Warm:
+    """Executes after a warm-up, which happens before the first run and not at all if there is none."""
+
+    def __init__(self, execute: Execute, warm_up: Callable[[], None]) -> None:
+        self._execute, self._warm_up = execute, warm_up
+        self._is_warm = False
+
+    def __call__(self, policy: Policy, workload: Workload, seed: int) -> Trace:
+        if not self._is_warm:
+            self._warm_up()
+            self._is_warm = True
+        return self._execute(policy, workload, seed)
 
 
 def batches(workload: Workload) -> list[Workload]:
@@ -53,17 +77,20 @@ class CompanionRuns:
     Every call runs the next policy, batch after batch. Runs whose draft failed tell nothing of it and are not kept.
     """
 
-    def __init__(self, execute: Execute, policies: Sequence[Policy], workload: Workload, seed: int) -> None:
-        self._execute, self._policies, self._seed = execute, policies, seed
+    def __init__(
+        self, execute: Execute, policies: Sequence[Policy], workload: Workload, seed: int, ledger: Ledger = NOWHERE
+    ) -> None:
+        self._execute, self._policies, self._seed, self._ledger = execute, policies, seed, ledger
         self._batches = batches(workload)
         self._num_calls = 0
         self._traces: list[list[Trace]] = [[] for _ in policies]
 
     def __call__(self) -> None:
         index, turn = divmod(self._num_calls, len(self._policies))
+        name = f"{COMPANIONS}/{self._num_calls}"
         self._num_calls += 1
         batch = self._batches[index % len(self._batches)]
-        trace = self._execute(self._policies[turn], batch, self._seed)
+        trace = self._ledger.once(name, TRACE, partial(self._execute, self._policies[turn], batch, self._seed))
         if draft_failure(trace) is None:
             self._traces[turn].append(trace)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from sim.errors import BadInput
+from calibration.profile import differences
+from sim.errors import BadInput, Interrupted
 
 MANIFEST = "manifest.json"  # every finished output folder holds one
+LEDGER = "ledger"  # in the folder of an unfinished run: what it has finished
+
+KEPT = "what was finished is kept; --resume goes on with it"
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
@@ -25,11 +31,31 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
+    return _manifest(path).keys() >= {"schema", "record", "identity"}
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Of an output folder; nothing of another one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether there is nothing to resume because the run of these settings ended in `path`. Raises `BadInput` if one of
+    other settings did."""
+    if _unfinished_of(path.resolve()).exists() or not _is_ours(path):
         return False
-    return isinstance(manifest, dict) and {"schema", "record", "identity"} <= manifest.keys()
+    found = differences(_manifest(path).get("settings", {}), settings)
+    if found:
+        raise BadInput(str(path), f"holds the finished run of another experiment; {found}")
+    return True
+
+
+def _unfinished_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
 
 
 @contextmanager
@@ -40,9 +66,73 @@ def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     with _unfinished(path) as folder:
         yield folder
         check_free(path, overwrite=overwrite)
-        if path.exists():
-            shutil.rmtree(path)
-        folder.rename(path)
+        _take_place(folder, path)
+
+
+def _take_place(folder: Path, path: Path) -> None:
+    """Rename; what stood there goes once the new one is there."""
+    replaced = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    folder.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def resumable_folder(path: Path, *, overwrite: bool, resume: bool) -> Iterator[Path]:
+    """A folder as of `output_folder`, which stays where it is if the block is killed or fails after something was
+    finished (its `LEDGER`). Then `resume` gives the same folder again, and `overwrite` without it an empty one.
+
+    Raises `BadInput` if there is such a folder and neither is asked for, or if another run is writing there, and
+    `Interrupted` in place of a `KeyboardInterrupt` after which something is kept.
+    """
+    path = path.resolve()
+    check_free(path, overwrite=overwrite)
+    folder = _unfinished_of(path)
+    with _locked(folder, path):
+        begun = (folder / LEDGER).exists()
+        if begun and not (resume or overwrite):
+            raise BadInput(str(path), "was begun and not finished; --resume goes on with it, --overwrite begins anew")
+        if not resume:
+            _empty(folder)
+        try:
+            yield folder
+            check_free(path, overwrite=overwrite)
+        except BaseException as error:
+            if not (folder / LEDGER).exists():
+                shutil.rmtree(folder)
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(KEPT) from None
+            error.add_note(KEPT)
+            raise
+        _take_place(folder, path)
+        shutil.rmtree(path / LEDGER, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone; the lock ends with the process, however that ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise BadInput(str(path), f"cannot be written ({error.strerror})") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not folder.exists() or not os.path.samestat(os.fstat(handle), folder.stat()):
+            raise BlockingIOError  # the other run ended in between and took the folder along
+        yield
+    except BlockingIOError:
+        raise BadInput(str(path), "another run is writing there; give another --out") from None
+    finally:
+        os.close(handle)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 @contextmanager

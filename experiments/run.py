@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from calibration.breakdown import figures_of_merit
+from calibration.digest import digest, digest_of_inputs
 from calibration.fit import at_speed_of, fit
+from calibration.hit_rates import hit_curves
 from calibration.profile import (
     Profile,
     check_identity,
@@ -22,13 +24,31 @@ from calibration.profile import (
     profile_manifest,
     prompt_hashes,
 )
-from calibration.report import report
+from calibration.report import (
+    ACCEPTED_COUNTS,
+    HIT_RATE_BY_FAN_OUT,
+    PREDICTED_AGAINST_MEASURED,
+    TIMELINE,
+    report,
+)
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
-from experiments.measurement import CompanionRuns, Execute, batches, draft_failure, measure_interleaved
+from experiments.ledger import AGREEMENT, JSON, LATENCY, NOWHERE, TRACE, Ledger
+from experiments.measurement import (
+    MEASURED,
+    CompanionRuns,
+    Execute,
+    Warm,
+    batches,
+    draft_failure,
+    measure_interleaved,
+    turns,
+)
 from experiments.planning import best_engine
+from experiments.recorded_workload import recorded_workload
+from experiments.sessions import Sessions
 from experiments.stages import Stages
 from sim.errors import RunFailed
 from sim.metrics import Estimate, overlap, speedup
@@ -46,12 +66,19 @@ Repeats = list[Trace]
 
 
 def run_experiment(
-    config: ExperimentConfig, bench: Bench, folder: Path, stages: Stages, *, earlier: Profile | None = None
+    config: ExperimentConfig,
+    bench: Bench,
+    folder: Path,
+    stages: Stages,
+    *,
+    earlier: Profile | None = None,
+    ledger: Ledger = NOWHERE,
 ) -> dict[str, Any]:
     """Do everything that `config` asks for, write it into `folder` and return the summary.
 
     `earlier` is a profile to use instead of measuring one. Raises `BadInput` if it is of another pair, machine or
-    workload, or if a test prompt is among its calibration prompts.
+    workload, or if a test prompt is among its calibration prompts. What an earlier session left in the `ledger` is not
+    done again; raises `BadInput` if it was of another experiment.
     """
     test = bench.workload("test", config.workload.test_prompts)
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
@@ -60,7 +87,8 @@ def run_experiment(
         bench.check_runs(policy, test)
     if earlier:
         check_identity(earlier.identity, bench.identity)
-    profile = earlier or measure_profile(config, bench, stages)
+    ledger.same("inputs", inputs(config, bench, test, earlier))
+    profile = earlier or measure_profile(config, bench, stages, ledger)
     check_workload(profile.manifest, test)
     with stages.stage("fit the simulator"):
         system = fit(profile)
@@ -68,10 +96,12 @@ def run_experiment(
     with stages.stage("search"):
         found = search(search_space(config.search), test, system, engine=engine, seed=config.seed)
     policies = {kind: found.best(kind).policy for kind in KINDS}
-    companions = companion_runs(config, bench, policies.values())
-    measured = measure_policies(config, list(policies.values()), bench, test, companions, stages)
+    ledger.same("policies", {kind: policy.to_dict() for kind, policy in policies.items()})
+    companions = companion_runs(config, bench, policies.values(), ledger)
+    measured = measure_policies(config, list(policies.values()), bench, test, companions, stages, ledger)
+    sessions = Sessions.of(ledger, MEASURED, places(config, len(policies), test))
     with stages.stage("check the texts"):
-        lossless = compare_texts(measured, list(policies.values()), bench, test)
+        lossless = compare_texts(measured, list(policies.values()), bench, test, ledger)
     sound = sound_repeats(measured)
     with stages.stage("compare"):
         # The same profile at the speed that the machine had during the run.
@@ -86,11 +116,13 @@ def run_experiment(
         details = explain_run(comparisons, found, sound, simulated, lossless)
         details["engines"] = cross_check_engines(list(policies.values()), test, system_then, engine, config.seed)
         company = side_by_side(profile.latency)
+        best_ssd = found.best("ssd").policy
+        details["hit_curves"] = hit_curves(profile.agreement, recorded_workload(profile.agreement), best_ssd, sound[-1])
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
-        details["notes"] = [*failure_notes(measured), *remarks]
+        details["notes"] = [*failure_notes(measured), *sessions.notes(), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
-    manifest = run_manifest(config, bench.identity, test, profile, stages)
+    manifest = run_manifest(config, bench.identity, test, profile, stages) | {"sessions": sessions.to_dict()}
     profile.write(folder / "profile")
     system.write(folder / "system.json")
     system_then.write(folder / "system_during_run.json")
@@ -99,26 +131,57 @@ def run_experiment(
     return summary
 
 
+def inputs(
+    config: ExperimentConfig, bench: Bench, workload: Workload, earlier: Profile | None = None
+) -> dict[str, Any]:
+    """What must not change between the sessions of a run."""
+    return {
+        "version": version("saguaro-planner"),
+        "settings": config.to_dict(),
+        "identity": bench.identity,
+        "prompts": digest(prompt_hashes(workload)),
+        "profile": None if earlier is None else digest(earlier.manifest),
+    }
+
+
+def places(config: ExperimentConfig, num_policies: int, test: Workload) -> Iterator[tuple[int, int, int]]:
+    """Repeat, batch and policy of every measured piece, in the order in which they are measured."""
+    for repeat, batch in product(range(config.run.repeats), range(len(batches(test)))):
+        yield from ((repeat, batch, number) for number in turns(num_policies, repeat, batch))
+
+
 # ------------------------------------------------------------------------------------------------------------- profile
 
 
-def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages) -> Profile:
+def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages, ledger: Ledger = NOWHERE) -> Profile:
     """Agreement record, latencies and a few short runs on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     policies = trace_policies(config)
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
-        agreement = bench.measure_agreement(calibration, progress)
+        measure = partial(bench.measure_agreement, calibration, progress)
+        agreement = ledger.once("profile/agreement", AGREEMENT, measure)
     # Short runs before and after the latencies, so that they see the drift that these see.
     early, late = workloads_of_short_runs(config, calibration)
-    runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before")
+    runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before", ledger)
     with stages.reported("profile: latency of every operation") as progress:
-        latency = bench.measure_latency(progress)
-    runs += measure_short_runs(config, bench, policies, late, stages, "profile: short runs after")
+        latency = ledger.once("profile/latency", LATENCY, partial(bench.measure_latency, progress))
+    runs += measure_short_runs(config, bench, policies, late, stages, "profile: short runs after", ledger)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
     settings = config.to_dict()
-    manifest = profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(runs))
+    manifest = ledger.once(
+        "profile/manifest",
+        JSON,
+        lambda: profile_manifest(bench.identity, calibration, settings, durations_s, latency, len(runs)),
+    )
     return Profile(agreement, tuple(latency), tuple(runs), manifest)
+
+
+def profile_into(folder: Path, config: ExperimentConfig, bench: Bench, stages: Stages, ledger: Ledger) -> None:
+    """Measure a profile and write it, as far as an earlier session has not left it in the `ledger`."""
+    calibration = bench.workload("calibration", config.workload.calibration_prompts)
+    ledger.same("inputs", inputs(config, bench, calibration))
+    measure_profile(config, bench, stages, ledger).write(folder)
 
 
 def workloads_of_short_runs(config: ExperimentConfig, calibration: Workload) -> tuple[Workload, Workload]:
@@ -130,12 +193,20 @@ def workloads_of_short_runs(config: ExperimentConfig, calibration: Workload) -> 
 
 
 def measure_short_runs(
-    config: ExperimentConfig, bench: Bench, policies: Sequence[Policy], few: Workload, stages: Stages, name: str
+    config: ExperimentConfig,
+    bench: Bench,
+    policies: Sequence[Policy],
+    few: Workload,
+    stages: Stages,
+    name: str,
+    ledger: Ledger = NOWHERE,
 ) -> list[Trace]:
     """One interleaved run of every policy over a few prompts."""
     with stages.counted(name, len(policies) * len(few.prompts)) as advance:
-        warm_up(bench, policies, few)
-        runs = measure_interleaved(bench.execute, policies, few, repeats=1, seed=config.seed, on_sequence=advance)
+        execute = Warm(bench.execute, partial(warm_up, bench, policies, few))
+        runs = measure_interleaved(
+            execute, policies, few, repeats=1, seed=config.seed, on_sequence=advance, ledger=ledger, name=name
+        )
     return [trace for repeats in runs for trace in repeats]
 
 
@@ -187,11 +258,13 @@ def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> Non
         bench.execute(policy, first, 0)
 
 
-def companion_runs(config: ExperimentConfig, bench: Bench, measured: Iterable[Policy]) -> CompanionRuns:
+def companion_runs(
+    config: ExperimentConfig, bench: Bench, measured: Iterable[Policy], ledger: Ledger = NOWHERE
+) -> CompanionRuns:
     """Reference policies of another speculation length than the measured ones, on calibration prompts."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     taken = {policy.speculation_length for policy in measured}
-    return CompanionRuns(_execute(config, bench), trace_policies(config, taken), calibration, config.seed)
+    return CompanionRuns(_execute(config, bench), trace_policies(config, taken), calibration, config.seed, ledger)
 
 
 def _execute(config: ExperimentConfig, bench: Bench) -> Execute:
@@ -205,19 +278,20 @@ def measure_policies(
     test: Workload,
     companions: CompanionRuns,
     stages: Stages,
+    ledger: Ledger = NOWHERE,
 ) -> list[Repeats]:
     """The repeats of every policy on the test prompts, with companions in between."""
     total = len(policies) * len(test.prompts) * config.run.repeats
     with stages.counted("execute AR, SD and SSD", total) as advance:
-        warm_up(bench, policies, test)
         return measure_interleaved(
-            _execute(config, bench),
+            Warm(_execute(config, bench), partial(warm_up, bench, policies, test)),
             policies,
             test,
             repeats=config.run.repeats,
             seed=config.seed,
             on_sequence=advance,
             between=companions,
+            ledger=ledger,
         )
 
 
@@ -248,7 +322,11 @@ def failure_notes(measured: Sequence[Repeats]) -> list[str]:
 
 
 def compare_texts(
-    measured: Sequence[Repeats], policies: Sequence[Policy], bench: Bench, test: Workload
+    measured: Sequence[Repeats],
+    policies: Sequence[Policy],
+    bench: Bench,
+    test: Workload,
+    ledger: Ledger = NOWHERE,
 ) -> Losslessness | None:
     """Token ids of every policy and repeat, and of transformers' `generate`, against the first AR run.
 
@@ -261,7 +339,8 @@ def compare_texts(
     def top2_gap(prompt: int, tokens: tuple[int, ...]) -> float:
         return bench.top2_gap(test.prompts[prompt] + tokens)
 
-    others = dict(zip(names, measured, strict=True)) | {"transformers generate": [bench.generate(test)]}
+    generated = ledger.once("texts", TRACE, partial(bench.generate, test))
+    others = dict(zip(names, measured, strict=True)) | {"transformers generate": [generated]}
     return check_losslessness(measured[0][0], others, top2_gap)
 
 
@@ -353,7 +432,7 @@ def notes(
 def run_manifest(
     config: ExperimentConfig, identity: Mapping[str, Any], test: Workload, profile: Profile, stages: Stages
 ) -> dict[str, Any]:
-    return {
+    manifest = {
         "schema": SCHEMA,
         "record": "validation",
         "version": version("saguaro-planner"),
@@ -364,6 +443,12 @@ def run_manifest(
         "settings": config.to_dict(),
         "durations_s": stages.durations_s,
     }
+    return manifest | {"digest": digest_of_inputs(manifest)}
+
+
+def digest_in_words(manifest: Mapping[str, Any]) -> str:
+    """For the terminal."""
+    return f"digest {manifest['digest'][:16]} (seed {manifest['settings']['seed']}, settings, pair, prompts, version)"
 
 
 def write_traces(
@@ -386,11 +471,16 @@ def write_results(
     measured: Trace,
     simulated: Trace,
 ) -> None:
-    """Figures, `report.md` and the three JSON files; the timeline shows the two traces given."""
-    from experiments.figures import predicted_against_measured, timeline
+    """Figures, the two reports and the three JSON files; the timeline shows the two traces given."""
+    from experiments.figures import accepted_counts, hit_rate_by_fan_out, predicted_against_measured, timeline
+    from experiments.html_report import html_report
 
-    predicted_against_measured(summary, folder / "figures" / "predicted_against_measured.svg")
-    timeline(measured, simulated, folder / "figures" / "timeline.svg")
+    figures = folder / "figures"
+    predicted_against_measured(summary, figures / f"{PREDICTED_AGAINST_MEASURED.name}.svg")
+    accepted_counts(details["policies"], figures / f"{ACCEPTED_COUNTS.name}.svg")
+    hit_rate_by_fan_out(details["hit_curves"], figures / f"{HIT_RATE_BY_FAN_OUT.name}.svg")
+    timeline(measured, simulated, figures / f"{TIMELINE.name}.svg")
     (folder / "report.md").write_text(report(summary, details, manifest))
+    (folder / "report.html").write_text(html_report(summary, details, manifest, figures))
     for name, content in (("summary", summary), ("details", details), ("manifest", manifest)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1, allow_nan=False))

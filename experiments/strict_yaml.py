@@ -6,10 +6,10 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,9 +36,14 @@ class Document:
     data: Mapping[str, Any]
     lines: Mapping[Keys, int]
     override: tuple[str, Mapping[str, Any]] | None = None  # name and content of the section that replaced values
+    given: Mapping[Keys, str] = field(default_factory=dict)  # values of the command line, and the option of each
 
     def place(self, path: Keys) -> str:
-        """File, line and full key, as messages begin. A missing key stands at the line of the section it belongs to."""
+        """File, line and full key, as messages begin, or the option that gave the value. A missing key stands at the
+        line of the section it belongs to."""
+        for keys, option in self.given.items():
+            if path[: len(keys)] == keys or (path not in self.lines and keys[: len(path)] == path):
+                return option if path == keys else f"{option}: {'.'.join(map(str, path))}"
         if self.override is not None and _holds(self.override[1], path):
             path = (self.override[0], *path)
         known = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
@@ -56,6 +61,27 @@ class Document:
             raise BadInput(self.place((section,)), "must be a mapping of the settings to replace", values)
         data = _merge(self.without(section).data, values)
         return replace(self, data=data, override=(section, values))
+
+    def with_value(self, keys: Sequence[str], value: Any, option: str) -> Document:
+        """The document with a value that an option of the command line gave. Raises `BadInput` if another option gave
+        it already, or if the way to it leads through a list or a plain value."""
+        path = tuple(keys)
+        if path in self.given:
+            raise BadInput(option, f"must be given once; {self.given[path]} gave it already")
+        here: Any = self.data
+        for depth, key in enumerate(path[:-1], 1):
+            here = {} if here.get(key) is None else here[key]
+            if not isinstance(here, Mapping):
+                what = "a list; set all of it" if isinstance(here, list) else "no section"
+                raise BadInput(option, f"{'.'.join(path[:depth])} is {what}")
+        return replace(self, data=_with_value(self.data, path, value), given={**self.given, path: option})
+
+
+def _with_value(data: Mapping[str, Any] | None, path: Keys, value: Any) -> dict[str, Any]:
+    """A mapping with the value at the end of the way, in place of whatever stood there."""
+    first, rest = str(path[0]), path[1:]
+    inner = _with_value((data or {}).get(first), rest, value) if rest else value
+    return {**(data or {}), first: inner}
 
 
 def _merge(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,6 +126,24 @@ def read_yaml(path: Path) -> Document:
 
 def parse_yaml(text: str, name: str) -> Document:
     """The mapping in a text called `name`. Raises `BadInput` on bad syntax, a duplicate key, an anchor or a tag."""
+    root = _compose(text, name)
+    if not isinstance(root, yaml.MappingNode):
+        raise BadInput(name, "must hold a mapping of keys to values")
+    lines: dict[Keys, int] = {}
+    return Document(name, _plain(root, (), name, lines), lines)
+
+
+def parse_setting(text: str, option: str) -> tuple[tuple[str, ...], Any]:
+    """The keys and the value of a setting `a.b=c`, whose value is YAML. Raises `BadInput` naming the option."""
+    keys, equals, value = text.partition("=")
+    path = tuple(keys.strip().split("."))
+    if not equals or not all(path):
+        raise BadInput(option, "must be like section.key=value", text)
+    root = _compose(value, f"{option} {keys.strip()}")
+    return path, None if root is None else _plain(root, (), f"{option} {keys.strip()}", {})
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -114,10 +158,7 @@ def parse_yaml(text: str, name: str) -> Document:
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
             line = f", line {event.start_mark.line + 1}" if event.start_mark else ""
             raise BadInput(f"{name}{line}", "anchors, aliases and tags are not supported")
-    if not isinstance(root, yaml.MappingNode):
-        raise BadInput(name, "must hold a mapping of keys to values")
-    lines: dict[Keys, int] = {}
-    return Document(name, _plain(root, (), name, lines), lines)
+    return root
 
 
 def _plain(node: yaml.Node, at: Keys, name: str, lines: dict[Keys, int]) -> Any:
@@ -179,7 +220,7 @@ def _first_error(error: ValidationError, model: type[Section], document: Documen
 def _suggestion(path: Keys, model: type[Section]) -> str:
     """The nearest known key: beside the given one if any is near, else the same or nearest name at another level."""
     known = list(_known_keys(model))
-    given, parent = str(path[-1]), tuple(path[:-1])
+    given, parent = str(path[-1]), tuple(key for key in path[:-1] if isinstance(key, str))
     siblings = [key for key in known if key[:-1] == parent]
     for candidates in (siblings, known):
         near = difflib.get_close_matches(given, [key[-1] for key in candidates], n=1)
@@ -193,5 +234,13 @@ def _known_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterato
     for name, info in model.model_fields.items():
         path = (*prefix, info.alias or name)
         yield path
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _known_keys(info.annotation, path)
+        for inner in _models(info.annotation):
+            yield from _known_keys(inner, path)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type: itself, or those that it may hold or choose from."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

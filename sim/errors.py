@@ -14,6 +14,10 @@ class RunFailed(RuntimeError):
     """A run could not go on, and not because of its input. The command line prints it and exits with code 1."""
 
 
+class Interrupted(RuntimeError):
+    """Someone stopped a run, which can go on. The command line prints it and exits with code 130."""
+
+
 class BadInput(ValueError):
     """Input that breaks a rule: a file, a setting, a record. The command line prints it and exits with code 2."""
 

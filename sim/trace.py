@@ -39,6 +39,9 @@ class Operation(StrEnum):
     LOOKUP = "lookup"  # draft: outcome to prepared speculation
 
 
+BUILD = (Operation.GLUE, Operation.TREE_STEP)  # what preparing a speculation cache consists of
+
+
 class Source(StrEnum):
     """Where the speculation verified in a round came from."""
 
@@ -188,8 +191,37 @@ class Trace:
                 raise BadInput(name, f"must be followed by the others of its batch of {s.batch_size}")
             yield rounds
 
+    def hits(self) -> Iterator[tuple[Span, Span]]:
+        """For every verification with a hit, the last operation of the build that prepared it, and the verification. Of
+        a batch, the build is that of all rows. A trace without spans has none."""
+        first_of = {
+            (r.sequence, r.index): (rows[0].sequence, rows[0].index) for rows in self.verified_together() for r in rows
+        }
+        builds: dict[tuple[int, int], Span] = {}
+        for s in self.spans:
+            place = (s.sequence, s.round)
+            if s.operation in BUILD and (place not in builds or s.end_s > builds[place].end_s):
+                builds[place] = s
+        verifications = {(s.sequence, s.round): s for s in self.spans if s.operation is Operation.VERIFY}
+        drawn: set[tuple[int, int]] = set()
+        for r in (r for r in self.rounds if r.source is Source.HIT):
+            here, before = (first_of.get((r.sequence, index), (r.sequence, index)) for index in (r.index, r.index - 1))
+            if here not in drawn and here in verifications and before in builds:
+                drawn.add(here)
+                yield builds[before], verifications[here]
+
     def write(self, folder: Path) -> None:
-        """Write `sequences.parquet`, `rounds.parquet`, `spans.parquet`, `trace.json` and `perfetto.json`."""
+        """Write what `write_tables` does, and for other programs `rounds.csv`, `spans.csv` and `perfetto.json`."""
+        import pyarrow.csv as csv
+
+        self.write_tables(folder)
+        for name, rows, row_type in self._tables():
+            if row_type is not Sequence:  # whose lists a CSV file cannot hold
+                csv.write_csv(_to_table(rows, row_type), folder / f"{name}.csv")
+        (folder / "perfetto.json").write_text(json.dumps(self.to_perfetto()))
+
+    def write_tables(self, folder: Path) -> None:
+        """Write what `read` reads: `sequences.parquet`, `rounds.parquet`, `spans.parquet` and `trace.json`."""
         import pyarrow.parquet as pq
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,11 +229,10 @@ class Trace:
             pq.write_table(_to_table(rows, row_type), folder / f"{name}.parquet")
         header = {"schema": SCHEMA, "policy": self.policy, "workload": self.workload, "meta": self.meta}
         (folder / "trace.json").write_text(json.dumps(header, indent=1))
-        (folder / "perfetto.json").write_text(json.dumps(self.to_perfetto()))
 
     @classmethod
     def read(cls, folder: Path) -> Trace:
-        """Inverse of `write`. Raises `BadInput` if a file is missing or of another schema."""
+        """Inverse of `write_tables`. Raises `BadInput` if a file is missing or of another schema."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -230,7 +261,11 @@ class Trace:
 
     def to_perfetto(self) -> dict[str, Any]:
         """Chrome-trace JSON (open in ui.perfetto.dev): a track for each device of a lane, and for the rounds as many
-        tracks as sequences were decoded at a time."""
+        tracks as sequences were decoded at a time.
+
+        Arrows lead from the build of a speculation to the verification that it hit; counters show, round by round, how
+        many tokens were accepted and, of SSD, whether the round began with a hit.
+        """
         row_of = _rows_at_a_time(self.sequences)
         num_rows = 1 + max(row_of.values(), default=0)
         devices = sorted({(s.lane, s.device) for s in self.spans} | {(lane, 0) for lane in Lane}, key=_lanes_first)
@@ -255,6 +290,20 @@ class Trace:
         for s in self.spans:
             args = {"sequence": s.sequence, "round": s.round, "num_tokens": s.num_tokens, "context": s.context}
             add(s.operation.value, _numbered(s.lane, s.device), s.start_s, s.end_s, args | {"rows": s.batch_size})
+
+        def point(name: str, phase: str, at_s: float, entries: dict[str, Any]) -> None:
+            events.append({"name": name, "ph": phase, "pid": 0, "ts": (at_s - origin) * 1e6, **entries})
+
+        for number, (build, verify) in enumerate(self.hits()):
+            arrow = {"cat": "speculation", "id": number}
+            for s, phase, binding in ((build, "s", {}), (verify, "f", {"bp": "e"})):
+                track = names.index(_numbered(s.lane, s.device))
+                point("hit", phase, s.start_s, {"tid": track, **arrow, **binding})
+        for r in self.rounds:
+            row = row_of.get(r.sequence, 0)
+            point(_numbered("accepted per round", row), "C", r.end_s, {"args": {"accepted": r.num_accepted}})
+            if r.source is not Source.SYNCHRONOUS:
+                point(_numbered("hit", row), "C", r.start_s, {"args": {"hit": int(r.source is Source.HIT)}})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -90,6 +90,11 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
         ],
         "num_policies": 245,
         "notes": ["a remark."],
+        "hit_curves": {
+            "policy": "SSD",
+            "predicted": [{"source": "hit", "fan_outs": [1, 2], "hit_rates": [0.5, 0.7]}],
+            "measured": [{"source": "hit", "fan_out": 2, "lookups": 40, "hit_rate": interval(0.725, 0.05)}],
+        },
         "side_by_side": {
             "steps": [
                 {
@@ -109,6 +114,8 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
 
 MANIFEST = {
     "date": "2000-01-01",
+    "version": "1.0",
+    "digest": "abc",
     "identity": {"pair": "toy", "threads": {"target": 1}},
     "workload": {"batch_size": 1},
     "settings": {"name": "trial", "workload": {"temperature": 0.0}},
@@ -166,6 +173,7 @@ def test_report_answers_first_and_names_every_figure(traces: dict[str, list[Trac
         "search | 1.2 s",
         "| verify (target) | 2 | 6 | 128 | 4.00 | 6.00 | 1.50 |",
         "1.25 times the work",
+        "| after a hit | 2 | 40 | 72.5 [67.5, 77.5] |",
     ):
         assert part in text
     assert "Not lossless" not in text

@@ -22,7 +22,13 @@ from tests.sim.strategies import batched
 from tests.sim.toy import system_of
 
 VERIFY_S, DRAFT_STEP_S, GLUE_S, TREE_STEP_S, HOST_S = 0.010, 0.002, 0.0021, 0.0025, 0.0004
-IDENTITY = {"pair": "fake", "device": "none", "concurrency": "processes", "threads": {"target": 1, "draft": 1}}
+IDENTITY = {
+    "pair": "fake",
+    "sha256": {"target": "t", "draft": "d"},
+    "device": "none",
+    "concurrency": "processes",
+    "threads": {"target": 1, "draft": 1},
+}
 
 
 def greedy_record(

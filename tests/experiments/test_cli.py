@@ -279,6 +279,176 @@ def test_profile_of_another_machine_is_refused(
     assert not (tmp_path / "here").exists()
 
 
+# ----------------------------------------------------------------------------------------- options of `run`, `profile`
+
+CHANGES_THE_SETTINGS = {
+    "--seed": ("--seed", "5"),
+    "--batch-size": ("--batch-size", "2"),
+    "--reduced": ("--reduced",),
+    "--set": ("--set", "run.repeats=4"),
+}
+CHANGES_NO_SETTING = {"--out", "--overwrite", "--resume", "--profile", "--dry-run", "--quiet", "--json", "--help"}
+
+
+@pytest.fixture
+def tiny(experiment: Path) -> Path:
+    """With a reduced section, and nothing to search."""
+    config = json.loads(experiment.read_text())
+    config["search"] |= {
+        "speculation_lengths": [2],
+        "budgets": [8],
+        "fan_out_rules": ["uniform"],
+        "fallbacks": ["draft"],
+    }
+    config["reduced"] = {"workload": {"max_new_tokens": 16}}
+    experiment.write_text(json.dumps(config))
+    return experiment
+
+
+def options_of(command: str) -> set[str]:
+    import typer.main
+
+    from experiments.cli import app
+
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {option for parameter in parameters for option in parameter.opts if option.startswith("--")}
+
+
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_every_option_that_is_a_setting_changes_what_is_printed_and_stored(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    assert options_of(command) <= CHANGES_THE_SETTINGS.keys() | CHANGES_NO_SETTING
+    printed = {}
+    for option, arguments in {"": (), **CHANGES_THE_SETTINGS}.items():
+        code, out, _ = saguaro(command, tiny, *arguments, "--dry-run", "--json")
+        assert code == 0
+        printed[option] = json.loads(out)["config"]
+    distinct = {json.dumps(config) for config in printed.values()}
+    assert len(distinct) == len(printed)
+    assert not (tmp_path / "out").exists()
+    every = [argument for arguments in CHANGES_THE_SETTINGS.values() for argument in arguments]
+    code, out, _ = saguaro(command, tiny, *every, "--out", "here", "--json")
+    assert code == 0
+    stored = json.loads((tmp_path / "here" / "manifest.json").read_text())["settings"]
+    code, out, _ = saguaro(command, tiny, *every, "--dry-run", "--json")
+    assert stored == json.loads(out)["config"]
+    assert (stored["seed"], stored["workload"]["batch_size"], stored["run"]["repeats"]) == (5, 2, 4)
+
+
+def test_a_dry_run_prints_a_complete_file_and_scales_earlier_times(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    code, out, _ = saguaro("run", tiny, "--dry-run")
+    assert code == 0 and out.startswith("# estimated time: more than 15 s, which the latencies take; no earlier run")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(out)
+    assert load_config(resolved) == load_config(tiny)
+    assert saguaro("run", tiny)[0] == 0
+    manifest_file = tmp_path / "out" / "quickstart" / "manifest.json"
+    manifest = json.loads(manifest_file.read_text())
+    assert "load the pair" not in manifest["durations_s"]  # the fake bench loads none
+    manifest["durations_s"]["load the pair"] = 2.0
+    manifest_file.write_text(json.dumps(manifest))
+    as_it_was, twice = (
+        json.loads(saguaro("run", tiny, "--dry-run", "--json", *more)[1])["stages_s"]
+        for more in ((), ("--set", "run.repeats=6"))
+    )
+    assert as_it_was == pytest.approx(manifest["durations_s"])
+    changed = {name for name in twice if twice[name] != pytest.approx(as_it_was[name])}
+    assert changed == {"execute AR, SD and SSD"}
+    assert twice["execute AR, SD and SSD"] == pytest.approx(2 * as_it_was["execute AR, SD and SSD"])
+
+
+def test_quiet_leaves_the_result(saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any]) -> None:
+    code, out, err = saguaro("run", tiny, "--quiet")
+    assert code == 0 and err == ""
+    assert "was the fastest policy measured" in out and "fit the simulator" not in out
+
+
+def test_the_same_seed_and_settings_have_the_same_digest(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    digests = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        code, out, _ = saguaro("run", tiny, "--seed", seed, "--out", name)
+        digests.append(json.loads((tmp_path / name / "manifest.json").read_text())["digest"])
+        assert code == 0 and f"digest {digests[-1][:16]} (seed {seed}" in out
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_same_simulation_has_the_same_digest(saguaro: Saguaro) -> None:
+    example = QUICKSTART.parent / "from_numbers.yaml"
+    policy = ("--policy", "{kind: sd, speculation_length: 3}", "--engine", "vectorized", "--seed")
+    digests = [saguaro("simulate", example, *policy, seed)[2].splitlines()[-1] for seed in (0, 0, 1)]
+    assert digests[0] == digests[1] != digests[2] and digests[0].startswith("digest of the result: ")
+
+
+def test_resume_of_a_finished_run_shows_it_again(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    first = saguaro("run", tiny, "--resume", "--quiet")
+    fake_machine["identity"] = None  # nothing could be run with this
+    assert saguaro("run", tiny, "--resume", "--quiet") == first
+    result = saguaro("run", tiny, "--resume", "--seed", "3")
+    assert_refused(result, "finished run of another experiment; seed was 0 and is 3")
+
+
+def test_an_interrupted_run_says_what_is_kept_and_goes_on(
+    saguaro: Saguaro, tiny: Path, fake_machine: dict[str, Any], tmp_path: Path
+) -> None:
+    def interrupt(policy: Policy, trace: Trace) -> Trace:
+        if policy.name == "SD K=2":
+            raise KeyboardInterrupt
+        return trace
+
+    fake_machine["alter"] = interrupt
+    code, _, err = saguaro("run", tiny)
+    assert code == 130 and err == "interrupted; what was finished is kept; --resume goes on with it\n"
+    assert not (tmp_path / "out" / "quickstart").exists()
+    del fake_machine["alter"]
+    assert_refused(
+        saguaro("run", tiny), "was begun and not finished; --resume goes on with it, --overwrite begins anew"
+    )
+    code, out, _ = saguaro("run", tiny, "--resume")
+    assert code == 0 and "of it before" in out and "was the fastest policy measured" in out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["quickstart"]
+
+
+def test_schema_describes_the_files_that_come_along(saguaro: Saguaro) -> None:
+    code, out, _ = saguaro("schema")
+    found = json.loads(out)
+    assert code == 0 and found["additionalProperties"] is False
+    assert {"schema", "pair", "workload", "search", "reduced"} <= found["properties"].keys()
+    for kind in ("numbers", "policy"):
+        assert json.loads(saguaro("schema", kind)[1])["$schema"].startswith("https://json-schema.org")
+    assert_refused(saguaro("schema", "other"), "KIND: must be one of experiment, numbers, policy")
+
+
+def test_doctor_names_what_is_missing_and_the_command_that_installs_it(
+    saguaro: Saguaro, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import experiments.doctor
+    from experiments.doctor import examine, is_ready
+
+    code, out, _ = saguaro("doctor")
+    findings = {finding.name: finding for finding in examine()}
+    assert code == (0 if is_ready(list(findings.values())) else 1)
+    assert {"python", "saguaro-planner", "numpy", "torch", "cores", "threads"} <= findings.keys() and "cores" in out
+
+    def no_torch(name: str) -> str:
+        if name == "torch":
+            raise experiments.doctor.PackageNotFoundError(name)
+        return "0.0.1" if name == "numpy" else findings[name].found
+
+    monkeypatch.setattr(experiments.doctor, "version", no_torch)
+    code, out, _ = saguaro("doctor", "--json")
+    told = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert code == 1 and not json.loads(out)["ready"]
+    assert told["torch"]["remedy"] == "pip install 'saguaro-planner[executor]'"
+    assert told["numpy"]["remedy"] == "pip install 'numpy>=2.0'"
+
+
 # --------------------------------------------------------------------------------------------------------------- light
 
 

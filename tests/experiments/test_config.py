@@ -28,6 +28,17 @@ def line_of(old: str) -> int:
     [
         ("temperature: 0.0", "temprature: 0.0", "workload.temprature: unknown key; did you mean workload.temperature?"),
         ("repeats: 3", "repeets: 3", "run.repeets: unknown key; did you mean run.repeats?"),
+        (
+            "repeats: 3",
+            "repeats: 3\nvalidation: {fresh_prompt: 4}",
+            "validation.fresh_prompt: unknown key; did you mean",
+        ),
+        (
+            "repeats: 3",
+            "repeats: 3\nvalidation: {configurations: [{budgts: [4]}]}",
+            "validation.configurations.0.budgts: unknown key; did you mean validation.configurations.budgets?",
+        ),
+        ("repeats: 3", "fresh_prompts: 4", "run.fresh_prompts: unknown key; did you mean validation.fresh_prompts?"),
         ("seed: 0", "max_new_tokens: 8", "max_new_tokens: unknown key; did you mean workload.max_new_tokens?"),
         ("repeats: 3", "zzz: 3", "run.zzz: unknown key; known here: repeats, on_draft_failure"),
         ("temperature: 0.0", "temperature: hot", "workload.temperature: must be a valid number, got 'hot'"),
@@ -108,7 +119,7 @@ def test_seed_of_the_command_line_wins_even_if_it_equals_a_default(tmp_path: Pat
     path = changed(tmp_path, "seed: 0", "seed: 7")
     assert load_config(path).seed == 7
     assert load_config(path, seed=0).seed == 0
-    with pytest.raises(BadInput, match="--seed: must be an integer >= 0, got -1"):
+    with pytest.raises(BadInput, match="--seed: must be greater than or equal to 0, got -1"):
         load_config(path, seed=-1)
 
 
@@ -146,7 +157,7 @@ def test_batches_come_whole(tmp_path: Path) -> None:
         load_config(changed(tmp_path, "  prompt_tokens: 64\n", "  prompt_tokens: 64\n  batch_size: 3\n"))
     short = changed(tmp_path, "contexts: [64, 96, 128]", "contexts: [1, 96, 128]")
     assert load_config(short).profile.contexts[0] == 1
-    with pytest.raises(BadInput, match="--batch-size: must be >= 2 for batches, whose rows differ in length"):
+    with pytest.raises(BadInput, match=r"line \d+: profile.contexts: must be >= 2 for batches, whose rows differ"):
         load_config(short, batch_size=2)
 
 
@@ -156,3 +167,55 @@ def test_what_becomes_of_a_run_without_its_draft_is_a_setting(tmp_path: Path) ->
     assert load_config(path).run.on_draft_failure == "continue"
     with pytest.raises(BadInput, match=r"run\.on_draft_failure: "):
         load_config(changed(tmp_path, "  repeats: 3\n", "  repeats: 3\n  on_draft_failure: ignore\n"))
+
+
+# ---------------------------------------------------------------------------------------------- settings of the command
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("workload.temprature=1", "--set workload.temprature: unknown key; did you mean workload.temperature?"),
+        ("max_new_tokens=3", "--set max_new_tokens: unknown key; did you mean workload.max_new_tokens?"),
+        ("wrkload.temperature=1", "--set wrkload.temperature: wrkload: unknown key; did you mean workload?"),
+        ("seed=no", "--set seed: must be a valid integer, got 'no'"),
+        ("seed=010", "--set seed: must be a valid integer, got '010'"),
+        ("seed=12:30", "--set seed: must be a valid integer, got '12:30'"),
+        ("seed=", "--set seed: must be a valid integer"),
+        ("seed", "--set: must be like section.key=value, got 'seed'"),
+        ("=3", "--set: must be like section.key=value, got '=3'"),
+        ("run..repeats=3", "--set: must be like section.key=value"),
+        ("run={repeats: 3, repeats: 4}", "--set run, line 1: repeats: duplicate key"),
+        ("seed=[1", "--set seed, line 1: is not one valid YAML document"),
+        ("search.budgets.0=4", "--set search.budgets.0: search.budgets is a list; set all of it"),
+        ("seed.x=4", "--set seed.x: seed is no section"),
+        (
+            "search.budgets=[64]",
+            "--set search.budgets: must not exceed the largest of profile.branch_counts = 32, got 64",
+        ),
+        ("run={repeats: 1}", "--set run: run.repeats: must be greater than or equal to 3, got 1"),
+        ("reduced.seed=1", "--set: must name a setting itself; --reduced uses those of that section"),
+    ],
+)
+def test_settings_of_the_command_line_are_as_strict_as_the_file(setting: str, message: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_config(QUICKSTART, settings=[setting])
+    assert str(caught.value).startswith(message)
+
+
+def test_settings_replace_values_of_the_file_and_of_its_reduced_section() -> None:
+    settings = ["workload.temperature=1e-3", "search.budgets=[4, 8]", "workload.max_new_tokens=16", "run={repeats: 4}"]
+    for reduced in (False, True):
+        config = load_config(QUICKSTART, reduced=reduced, settings=settings)
+        assert (config.workload.temperature, config.search.budgets) == (0.001, (4, 8))
+        assert (config.workload.max_new_tokens, config.run.repeats) == (16, 4)
+    plain, set_to_default = load_config(QUICKSTART), load_config(QUICKSTART, settings=["seed=0"])
+    assert plain == set_to_default
+    assert load_config(QUICKSTART, settings=["draft_device=cpu"]).draft_device == "cpu"
+
+
+def test_a_setting_is_given_once() -> None:
+    with pytest.raises(BadInput, match="--set seed: must be given once; --seed gave it already"):
+        load_config(QUICKSTART, seed=1, settings=["seed=2"])
+    with pytest.raises(BadInput, match="--set seed: must be given once"):
+        load_config(QUICKSTART, settings=["seed=2", "seed=2"])

@@ -165,6 +165,36 @@ def test_perfetto_has_one_track_per_lane_and_every_span():
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_perfetto_arrows_lead_from_a_build_to_the_verification_that_it_hit(num_rows):
+    record = record_of(*markov(1), num_prompts=4, length=16, seed=1)
+    system = system_of(record) if num_rows == 1 else batched(system_of(record), 0.001)
+    workload = replace(workload_of(record), batch_size=num_rows)
+    trace = simulate(SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1)), workload, system)
+    events = trace.to_perfetto()["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    boxes = {(e["tid"], e["ts"]): e for e in events if e["ph"] == "X"}
+    starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    hits = {r.end_s for r in trace.rounds if r.source is Source.HIT}  # rows of a batch end together
+    assert [e["id"] for e in starts] == [e["id"] for e in ends] == list(range(len(hits))) and hits
+    for start, end in zip(starts, ends, strict=True):
+        build, verify = boxes[start["tid"], start["ts"]], boxes[end["tid"], end["ts"]]
+        assert tracks[start["tid"]].startswith("draft") and build["name"] in ("glue", "tree_step")
+        assert tracks[end["tid"]].startswith("target") and verify["name"] == "verify"
+        assert end["bp"] == "e" and build["ts"] + build["dur"] <= verify["ts"] + 1e-6
+
+
+def test_perfetto_counters_count_every_round_once():
+    record = record_of(*markov(1), num_prompts=3, length=16, seed=1)
+    for policy in (Speculative(2), SpeculativeSpeculative(2, (2, 1, 1), (1, 1, 1))):
+        trace = simulate(policy, workload_of(record), system_of(record))
+        counters = [e for e in trace.to_perfetto()["traceEvents"] if e["ph"] == "C"]
+        accepted = [e["args"]["accepted"] for e in counters if e["name"] == "accepted per round"]
+        assert accepted == [r.num_accepted for r in trace.rounds]
+        hits = [e["args"]["hit"] for e in counters if e["name"] == "hit"]
+        assert hits == [int(r.source is Source.HIT) for r in trace.rounds if r.source is not Source.SYNCHRONOUS]
+
+
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
