@@ -7,7 +7,8 @@ search(space, workload, system) -> SearchResult
 
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, policy_from_dict
-from sim.search import SearchResult, SearchSpace, search
+from sim.search import SearchResult, search
+from sim.search_space import SearchSpace
 from sim.simulate import Prediction, predict, simulate
 from sim.system import System
 from sim.trace import Trace
