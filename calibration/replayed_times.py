@@ -6,15 +6,14 @@ What is left between that and the clock is the error of latencies, overlap and h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import BadInput
 from sim.metrics import batch_numbers
-from sim.policy import Drafting, Policy, SpeculativeSpeculative
-from sim.round_times import SIDES, BatchTimes, Noise, Visited
+from sim.policy import Policy, SpeculativeSpeculative
+from sim.round_times import SIDES, BatchTimes, Noise, Places, Visited
 from sim.system import System
 from sim.trace import Round, Source, Trace
 
@@ -22,21 +21,6 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 NUM_REPLICATIONS = 32  # of the durations; a run of some hundred rounds averages each of them already
-
-
-@dataclass(frozen=True)
-class RecordedPlaces:
-    """The rounds of a trace, each a place of its own (see `sim.round_times.Places`); number 0 is no round."""
-
-    draftings: list[Drafting]
-    side: IntArray
-    context: IntArray
-    num_drafted: IntArray
-    num_branches: IntArray
-
-    @property
-    def sources(self) -> list[Source]:
-        return [drafting.source for drafting in self.draftings]
 
 
 def replayed_seconds(trace: Trace, policy: Policy, system: System, seed: int = 0) -> dict[int, float]:
@@ -47,8 +31,10 @@ def replayed_seconds(trace: Trace, policy: Policy, system: System, seed: int = 0
     """
     if trace.policy != policy.to_dict():
         raise BadInput("trace.policy", f"must be {policy.name}", trace.policy)
+    if not trace.rounds:
+        return {}
     places, visited, batches = _visited(trace, policy)
-    times = BatchTimes(policy, places, system.as_run_by(policy), _temperature(trace))  # type: ignore[arg-type]
+    times = BatchTimes(policy, places, system.as_run_by(policy), float(trace.workload["temperature"]))
     rng = np.random.default_rng([seed, 0])
     shape = (visited.num_rounds, visited.num_batches)
     seconds = np.zeros(visited.num_batches)
@@ -58,11 +44,7 @@ def replayed_seconds(trace: Trace, policy: Policy, system: System, seed: int = 0
     return dict(zip(batches, seconds.tolist(), strict=True))
 
 
-def _temperature(trace: Trace) -> float:
-    return float(trace.workload["temperature"])
-
-
-def _visited(trace: Trace, policy: Policy) -> tuple[RecordedPlaces, Visited, list[int]]:
+def _visited(trace: Trace, policy: Policy) -> tuple[Places, Visited, list[int]]:
     batch_of = batch_numbers([trace])
     batches = sorted({batch_of[r.sequence] for r in trace.rounds})
     rows: dict[int, list[int]] = {batch: [] for batch in batches}
@@ -78,10 +60,11 @@ def _visited(trace: Trace, policy: Policy) -> tuple[RecordedPlaces, Visited, lis
     return _places(trace, policy), Visited(numbers, is_live[:-1], is_live[1:]), batches
 
 
-def _places(trace: Trace, policy: Policy) -> RecordedPlaces:
+def _places(trace: Trace, policy: Policy) -> Places:
+    """Every round is a place of its own; number 0 is no round."""
     is_ssd = isinstance(policy, SpeculativeSpeculative)
-    sources = SIDES if is_ssd else (Source.SYNCHRONOUS,) * len(SIDES)
-    draftings = [policy.drafting(source) for source in sources]
+    of_miss, of_hit = SIDES if is_ssd else (Source.SYNCHRONOUS,) * len(SIDES)
+    draftings = (policy.drafting(of_miss), policy.drafting(of_hit))
     prompt_length = {s.index: s.prompt_length for s in trace.sequences}
     cap = int(trace.workload["max_new_tokens"])
     sides = _sides(trace.rounds, is_ssd=is_ssd)
@@ -90,8 +73,19 @@ def _places(trace: Trace, policy: Policy) -> RecordedPlaces:
         draftings[side].num_branches(r.num_drafted) if r.context - prompt_length[r.sequence] + 2 < cap else 0
         for r, side in zip(trace.rounds, sides, strict=True)
     ]
-    columns = (sides, [r.context for r in trace.rounds], [r.num_drafted for r in trace.rounds], branches)
-    return RecordedPlaces(draftings, *(np.array([0, *column], dtype=np.int64) for column in columns))
+
+    def column(values: Sequence[int]) -> IntArray:
+        return np.array([0, *values], dtype=np.int64)
+
+    return Places(
+        is_ssd=is_ssd,
+        draftings=draftings,
+        is_reachable=np.arange(1 + len(sides)) > 0,
+        side=column(sides),
+        context=column([r.context for r in trace.rounds]),
+        num_drafted=column([r.num_drafted for r in trace.rounds]),
+        num_branches=column(branches),
+    )
 
 
 def _sides(rounds: Sequence[Round], *, is_ssd: bool) -> list[int]:

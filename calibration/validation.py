@@ -109,8 +109,8 @@ def replayed_by_block(trace: Trace, policy: Policy, system: System, block: int) 
 @dataclass(frozen=True)
 class Result:
     """One configuration: what was predicted, with the profile alone (`forecast`) and at the speed that the machine had
-    during the run, and the repeats of its measurement. `replayed_s` is what `prediction`'s system says that the
-    measured rounds take, all repeats together, by block."""
+    during the run, and the repeats of its measurement. `replayed_s` is what the prediction's system says that the
+    measured rounds take, all repeats together, by block; `forecast_replayed_s` what the forecast's says."""
 
     batch_size: int
     block: int
@@ -118,6 +118,7 @@ class Result:
     prediction: Prediction[Policy]
     repeats: tuple[Totals, ...]
     replayed_s: FloatArray
+    forecast_replayed_s: FloatArray
 
     @classmethod
     def of(
@@ -127,17 +128,20 @@ class Result:
         forecast: Prediction[Policy],
         prediction: Prediction[Policy],
         traces: Sequence[Trace],
-        system: System,
+        systems: tuple[System, System],
     ) -> Result:
-        """Raises `BadInput` if a trace is of another policy or of forced accept counts."""
+        """`systems` are those of forecast and prediction. Raises `BadInput` if a trace is of another policy or of
+        forced accept counts."""
         policy = prediction.policy
         for trace in traces:
             trace.require_generation()
             if trace.policy != policy.to_dict():
                 raise BadInput("trace.policy", f"must be {policy.name}, which was predicted", trace.policy)
-        replayed_s = np.sum([replayed_by_block(trace, policy, system, block) for trace in traces], axis=0)
+        before, then = (
+            np.sum([replayed_by_block(trace, policy, system, block) for trace in traces], axis=0) for system in systems
+        )
         repeats = tuple(measured_totals(trace, block) for trace in traces)
-        return cls(batch_size, block, forecast, prediction, repeats, replayed_s)
+        return cls(batch_size, block, forecast, prediction, repeats, replayed_s=then, forecast_replayed_s=before)
 
     @property
     def policy(self) -> Policy:
@@ -211,6 +215,8 @@ class Errors:
     latency: FloatArray  # of tokens/s, had outcomes been known
     tokens_per_round: FloatArray
     hit_rate: FloatArray  # difference, not ratio
+    hit_rate_after_hit: FloatArray  # the same of the look-ups at the end of rounds after a hit
+    hit_rate_after_miss: FloatArray
 
     @property
     def num_configurations(self) -> int:
@@ -233,41 +239,85 @@ class Validation:
     @cached_property
     def errors(self) -> Errors:
         """Of the predictions at the speed of the run."""
-        return self.errors_of([result.predicted for result in self.results])
+        return self._errors([(result.predicted, result.replayed_s) for result in self.results])
 
     @cached_property
     def forecast_errors(self) -> Errors:
-        return self.errors_of([result.forecasted for result in self.results])
+        """Of those made from the profile alone."""
+        return self._errors([(result.forecasted, result.forecast_replayed_s) for result in self.results])
 
-    def errors_of(self, predicted: Sequence[Totals]) -> Errors:
-        """Of predictions for the configurations in their order."""
+    def _errors(self, predicted: Sequence[tuple[Totals, FloatArray]]) -> Errors:
+        """Of predictions for the configurations in their order, each with what its system says of the measured
+        rounds."""
         test, calibration = self.draws.test, self.draws.calibration
         columns = []
-        for result, own in zip(self.results, predicted, strict=True):
+        for result, (own, replayed_s) in zip(self.results, predicted, strict=True):
             measured = result.measured
             columns.append(
                 (
                     own.rate(calibration) / measured.rate(test) - 1,
-                    (test @ measured.seconds) / (test @ result.replayed_s) - 1,
+                    (test @ measured.seconds) / (test @ replayed_s) - 1,
                     own.tokens_per_round(calibration) / measured.tokens_per_round(test) - 1,
-                    own.hit_rate(calibration) - measured.hit_rate(test),
+                    *(own.hit_rate(calibration, side) - measured.hit_rate(test, side) for side in (None, 0, 1)),
                 )
             )
         return Errors(*(np.stack(column, axis=1) for column in zip(*columns, strict=True)))
 
-    def noise(self, *, beside_others: bool) -> Estimate:
+    def _errors_of_rates(self, predicted: Sequence[Totals]) -> tuple[FloatArray, FloatArray]:
+        """(draws, configurations) errors of tokens/s and of hit rates."""
+        test, calibration = self.draws.test, self.draws.calibration
+        pairs = list(zip((result.measured for result in self.results), predicted, strict=True))
+        rates = [own.rate(calibration) / measured.rate(test) - 1 for measured, own in pairs]
+        hits = [own.hit_rate(calibration) - measured.hit_rate(test) for measured, own in pairs]
+        return np.stack(rates, axis=1), np.stack(hits, axis=1)
+
+    # --------------------------------------------------------------------------------------------------------- noise
+
+    @property
+    def noise(self) -> Estimate:
         """Mean absolute difference between a repeat of a configuration and the mean of its other repeats: what a
-        prediction by another real run of the same prompts would be off. `beside_others` takes the mean speed of all
-        configurations in a repeat out, which is the machine's drift from repeat to repeat."""
-        rates = np.stack(
-            [result.of_repeats(self.draws.test) for result in self.results]
-        )
-        if rates.shape[1] < 2:
-            raise BadInput("repeats", "must be at least 2 to know the noise", rates.shape[1])
-        if beside_others:
-            rates = rates / np.exp(np.log(rates).mean(0))
+        prediction by another real run of the same prompts would be off."""
+        return self._spread(self._of_repeats)
+
+    @property
+    def noise_without_drift(self) -> Estimate:
+        """The same of rates over the common speed of all configurations in the same repeat."""
+        return self._spread(self._of_repeats / self._common_speed)
+
+    @property
+    def drift(self) -> Estimate:
+        """The same of the common speed itself: what happened to all configurations alike, for they were interleaved."""
+        return self._spread(self._common_speed)
+
+    @cached_property
+    def _of_repeats(self) -> FloatArray:
+        """(configurations, repeats, draws) tokens/s."""
+        numbers = {len(result.repeats) for result in self.results}
+        if len(numbers) > 1 or min(numbers) < 2:
+            raise BadInput(
+                "repeats", "must be as many of each configuration, and at least 2 to know the noise", numbers
+            )
+        return np.stack([result.of_repeats(self.draws.test) for result in self.results])
+
+    @cached_property
+    def _common_speed(self) -> FloatArray:
+        """(1, repeats, draws) speed of all configurations in each repeat; its mean over the repeats is 1."""
+        speed = np.exp(np.log(self._of_repeats).mean(0, keepdims=True))
+        return speed / speed.mean(1, keepdims=True)
+
+    def _spread(self, rates: FloatArray) -> Estimate:
+        """(configurations, repeats, draws) -> mean absolute difference between a repeat and the mean of the others."""
         others = (rates.sum(1, keepdims=True) - rates) / (rates.shape[1] - 1)
         return _reflected(np.abs(rates / others - 1).mean((0, 1)), self.num_blocks, 0.0, np.inf)
+
+    @cached_property
+    def _noise_of_mean(self) -> float:
+        """Relative standard error of a configuration's rate over its repeats. Two or three repeats of one know little
+        of their own spread, so all configurations together say it; drift that met all is left out, for the reference
+        policies in between met it too."""
+        apart = (self._of_repeats / self._common_speed)[..., 0]
+        relative = apart / apart.mean(1, keepdims=True)
+        return float(np.sqrt(relative.var(1, ddof=1).mean() / relative.shape[1]))
 
     # -------------------------------------------------------------------------------------------------------- figures
 
@@ -308,12 +358,12 @@ class Validation:
 
     def figures(self, predicted: Sequence[Totals]) -> dict[str, Any]:
         """The aggregates of some predictions of all configurations."""
-        errors = self.errors_of(predicted)
+        rates, hits = self._errors_of_rates(predicted)
         return {
-            "mape_tokens_per_s": interval(self.mape(errors.tokens_per_s)),
-            "mean_error_tokens_per_s": interval(self.mean_error(errors.tokens_per_s)),
-            "worst_tokens_per_s": interval(self.worst(errors.tokens_per_s)),
-            "hit_rate_mae": interval(self.mape(errors.hit_rate)) if self.has_lookups else None,
+            "mape_tokens_per_s": interval(self.mape(rates)),
+            "mean_error_tokens_per_s": interval(self.mean_error(rates)),
+            "worst_tokens_per_s": interval(self.worst(rates)),
+            "hit_rate_mae": interval(self.mape(hits)) if self.has_lookups else None,
             "rank_correlation": interval(self.rank_correlation(predicted)),
         }
 
@@ -321,19 +371,17 @@ class Validation:
     def has_lookups(self) -> bool:
         return any(result.measured.lookups.any() for result in self.results)
 
-    def causes(self) -> dict[str, Any]:
+    def causes(self, errors: Errors) -> dict[str, Any]:
         """The same errors apart: what each cause alone does, absolute and signed."""
-        errors = self.errors
-        apart = {
-            "latency_and_overlap": errors.latency,
-            "acceptance": errors.tokens_per_round,
-            "all_together": errors.tokens_per_s,
-        }
+        apart = {"latency_and_overlap": errors.latency, "acceptance": errors.tokens_per_round}
         if self.has_lookups:
             apart["hits"] = errors.hit_rate
+            apart |= {f"hits_{side}": getattr(errors, f"hit_rate_{side}") for side in SIDES}
+        apart["all_together"] = errors.tokens_per_s
         return {
             name: {"mean_absolute": interval(self.mape(own)), "mean_signed": interval(self.mean_error(own))}
             for name, own in apart.items()
+            if not np.isnan(own[0]).all()
         }
 
     # ----------------------------------------------------------------------------------------------------------- rows
@@ -344,7 +392,7 @@ class Validation:
 
     def _row(self, number: int, result: Result) -> dict[str, Any]:
         rates = result.of_repeats(np.ones((1, self.num_blocks)))[:, 0]
-        error = self._with_noise(_signed(self.errors.tokens_per_s[:, number], self.num_blocks), rates)
+        error = self._with_noise(_signed(self.errors.tokens_per_s[:, number], self.num_blocks))
         return {
             "name": result.policy.name,
             "policy": result.policy.to_dict(),
@@ -354,19 +402,30 @@ class Validation:
             "predicted": self._of(result.predicted, self.draws.calibration),
             "measured": self._of(result.measured, self.draws.test) | {"repeats": rates.tolist()},
             "noise": float((rates.max() - rates.min()) / 2 / rates.mean()),
-            "error": {
-                "tokens_per_s": interval(error),
-                "forecast_tokens_per_s": float(self.forecast_errors.tokens_per_s[0, number]),
-                "latency_and_overlap": interval(_signed(self.errors.latency[:, number], self.num_blocks)),
-                "tokens_per_round": interval(_signed(self.errors.tokens_per_round[:, number], self.num_blocks)),
-                "hit_rate": _if_defined(_signed(self.errors.hit_rate[:, number], self.num_blocks)),
-            },
+            "error": self._apart(self.errors, number),
+            "forecast_error": self._apart(self.forecast_errors, number),
             "verdict": _verdict(error),
         }
 
-    def _with_noise(self, error: Estimate, rates: FloatArray) -> Estimate:
-        """The interval widened by what the repeats differ by."""
-        of_mean = 1.96 * float(rates.std(ddof=1)) / np.sqrt(len(rates)) / float(rates.mean()) if len(rates) > 1 else 0.0
+    def _apart(self, errors: Errors, number: int) -> dict[str, Any]:
+        """The errors of one configuration by cause."""
+
+        def of(values: FloatArray) -> Estimate:
+            return _signed(values[:, number], self.num_blocks)
+
+        hit_rates = {"hit_rate": errors.hit_rate} | {
+            f"hit_rate_{side}": getattr(errors, f"hit_rate_{side}") for side in SIDES
+        }
+        return {
+            "tokens_per_s": interval(self._with_noise(of(errors.tokens_per_s))),
+            "latency_and_overlap": interval(self._with_noise(of(errors.latency))),
+            "tokens_per_round": interval(of(errors.tokens_per_round)),
+            **{name: _if_defined(of(values)) for name, values in hit_rates.items()},
+        }
+
+    def _with_noise(self, error: Estimate) -> Estimate:
+        """The interval widened by what repeats differ by."""
+        of_mean = 1.96 * self._noise_of_mean * (1 + error.value)
         below, above = (np.hypot(side, of_mean) for side in (error.value - error.low, error.high - error.value))
         return Estimate(error.value, error.value - below, error.value + above, error.n)
 

@@ -12,6 +12,8 @@ CAUSES = {
     "latency_and_overlap": "latency and overlap (the measured rounds, timed by the simulator), % of tokens/s",
     "acceptance": "acceptance, % of tokens per round",
     "hits": "hits, points of the hit rate",
+    "hits_after_hit": "- of look-ups after a hit",
+    "hits_after_miss": "- of look-ups after a miss",
     "all_together": "all together, % of tokens/s",
 }
 
@@ -21,10 +23,10 @@ DEFINITIONS = """\
 - **predicted** knows how fast the machine was during the run, from reference policies of another K that decoded
   calibration prompts in between; **forecast** is made from the profile alone.
 - **intervals**: 95 % bootstraps over blocks of test prompts and groups of calibration prompts, one draw for all
-  configurations. Those of single configurations are widened by what its repeats differ by.
+  configurations. Those of a configuration's tokens/s and latency are widened by what repeats differ by, drift left out.
 - **noise**: by how much a repeat of a configuration differs from the mean of its other repeats, on average: what a
-  prediction by another real run of the same prompts is off. Much of it is drift of the machine from repeat to repeat,
-  which all configurations share.
+  prediction by another real run of the same prompts is off. **Drift** is the part that all configurations share, which
+  the reference policies in between share too.
 - **not distinguishable**: the error's interval holds 0.
 - **latency and overlap**: the rounds that were measured - their accepted counts, sources, rows, contexts - timed by the
   fitted system, against the clock. What this leaves is acceptance and hits.
@@ -86,7 +88,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['predicted']['tokens_per_s']['value']:.1f}",
         in_words(row["measured"]["tokens_per_s"], ".1f"),
         in_words(error["tokens_per_s"], "+.1f", scale=100),
-        f"{100 * error['forecast_tokens_per_s']:+.1f}",
+        f"{100 * row['forecast_error']['tokens_per_s']['value']:+.1f}",
         f"{100 * row['noise']:.1f}",
         in_words(error["latency_and_overlap"], "+.1f", scale=100),
         in_words(error["tokens_per_round"], "+.1f", scale=100),
@@ -105,7 +107,10 @@ def validation_report(validation: Mapping[str, Any], manifest: Mapping[str, Any]
         "## Every configuration",
         markdown_table(*table_of_rows(validation["rows"])),
         "## Why predictions were off",
-        markdown_table(["cause", "mean absolute error", "mean signed error"], list(_causes(validation["causes"]))),
+        markdown_table(
+            ["cause", "mean absolute error", "mean signed error", "forecast: absolute", "signed"],
+            list(_causes(validation["causes"], validation["forecast"]["causes"])),
+        ),
         "## With a part of the model left out",
         markdown_table(
             ["left out", "mean absolute error of tokens/s, %", "of hit rates, points", "rank correlation", "unchanged"],
@@ -138,15 +143,12 @@ def _tolerances(validation: Mapping[str, Any]) -> str:
     return f"Missed: {'; '.join(validation['missed'])}."
 
 
-def _causes(causes: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+def _causes(causes: Mapping[str, Any], of_forecast: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     for name, words in CAUSES.items():
         if name in causes:
-            own = causes[name]
-            yield (
-                words,
-                in_words(own["mean_absolute"], ".1f", scale=100),
-                in_words(own["mean_signed"], "+.1f", scale=100),
-            )
+            both = (causes[name], of_forecast[name])
+            signs = (("mean_absolute", ".1f"), ("mean_signed", "+.1f"))
+            yield words, *(in_words(own[key], spec, scale=100) for own in both for key, spec in signs)
 
 
 def _ablation(name: str, own: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from sim.workload import Sampling
 
 SEED = 0  # of the random tokens that fill the contexts
 # The first passes after work of another size are slow, by a third where the model is small: caches are full of
-# something else, and wide passes slow the processor's clock. A decoder that repeats one size is past that.
+# something else, and wide passes slow the processor's clock. A target that repeats one size is past that.
 WARM_UP_S = 0.02
 
 
@@ -114,7 +114,8 @@ def measure_target(target: Target, cell: TargetCell, num_repeats: int) -> list[S
 
 
 def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> list[Span]:
-    """The spans of `num_repeats` repeats of the cell's operation, after those that `measure_target` drops too."""
+    """The spans of `num_repeats` repeats of the cell's operation, after one that is dropped: beside a target the draft
+    never works long enough to be as warm as that is."""
     recorder = Recorder(Lane.DRAFT, clock_of(model.device))
     recorder.begin_batch(range(cell.num_rows))
     drafter = _begin(model, recorder, cell)
@@ -133,7 +134,7 @@ def measure_draft(model: LanguageModel, cell: DraftCell, num_repeats: int) -> li
                 _look_up(model, recorder, cell)
 
     kept: list[Span] = []
-    _warm_up(work) if isinstance(cell, DraftStepCell | BuildCell) else work()
+    work()
     for _ in range(num_repeats):
         work()
         kept += [span for span in recorder.spans if span.operation is _operation(cell)]

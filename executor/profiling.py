@@ -41,7 +41,8 @@ from sim.workload import Sampling, Workload, sampling_to_dict
 Progress = Callable[[int, int], None]  # done, in all
 MAX_ROWS = 32  # sequences decoded at once for an agreement record
 MIN_BLOCKS = 5
-NUM_REPEATS = 3  # kept samples of a cell per block, after one that is dropped
+NUM_REPEATS = 3  # kept samples of a draft's cell per block
+NUM_VERIFICATIONS = 6  # the same of a target's, whose warming up takes longer than these
 
 # ------------------------------------------------------------------------------------------------------- agreement
 
@@ -308,7 +309,7 @@ def _target_block(
     """The target's cells; busy: while the draft builds."""
     if busy:
         runner.draft.start("keep_busy", [cell for cell in company if isinstance(cell, BuildCell)])
-    spans = [span for cell in cells for span in measure_target(runner.target, cell, NUM_REPEATS)]
+    spans = [span for cell in cells for span in measure_target(runner.target, cell, NUM_VERIFICATIONS)]
     if busy:
         runner.draft.start("answer")
         runner.draft.result()

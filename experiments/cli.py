@@ -46,6 +46,13 @@ class Engine(StrEnum):
     DES = "des"  # event simulation (SimPy), sampled
 
 
+class Beyond(StrEnum):
+    """What is answered about sizes that were not profiled."""
+
+    REFUSE = "refuse"
+    EXTRAPOLATE = "extrapolate"
+
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).")]
 PlanSource = Annotated[
     Path,
@@ -62,6 +69,10 @@ BatchSize = Annotated[
 ]
 OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
+]
+BeyondProfile = Annotated[
+    Beyond | None,
+    typer.Option("--beyond", help="Sizes of a system.json that were not profiled: refuse, or extrapolate and say so."),
 ]
 Draws = Annotated[
     int, typer.Option("--draws", min=0, help="Draws from the ranges of a file of numbers; 0 leaves them out.")
@@ -151,6 +162,7 @@ def simulate(
     policy: PolicyText,
     engine: Annotated[Engine, typer.Option("--engine", help="Exact expectation, or sampled runs.")] = Engine.EXACT,
     batch_size: BatchSize = None,
+    beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled runs.")] = 0,
     half_width: Annotated[
         float,
@@ -163,7 +175,7 @@ def simulate(
     from experiments.policies import load_policy
     from sim.simulate import predict
 
-    plan = read_plan(source, batch_size)
+    plan = read_plan(source, batch_size, beyond)
     _print_basis(plan)
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
@@ -182,6 +194,7 @@ def search(
         typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
     ] = None,
     batch_size: BatchSize = None,
+    beyond: BeyondProfile = None,
     draws: Draws = 40,
     seed: DrawSeed = 0,
     as_json: AsJson = False,
@@ -196,7 +209,7 @@ def search(
     from experiments.uncertainty import uncertainty
     from sim.search import search as search_policies
 
-    plan = read_plan(source, batch_size)
+    plan = read_plan(source, batch_size, beyond)
     if plan.search is not None and config_file is not None:
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
     _print_basis(plan)
@@ -295,6 +308,7 @@ def serve(
     slo_tpot_ms: Annotated[
         float | None, typer.Option("--slo-tpot-ms", min=0, help="Time per further token that goodput counts.")
     ] = None,
+    beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, prompts, outcomes and durations.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -305,7 +319,7 @@ def serve(
     from sim.serving import Slo
     from sim.serving import serve as serve_load
 
-    plan = read_plan(source)
+    plan = read_plan(source, beyond=beyond)
     _print_basis(plan)
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
@@ -316,8 +330,8 @@ def serve(
         return
     _print_table(SERVED_HEAD, [served_row(report) for report in reports], _console(as_json=False))
     for report in reports:
-        if report.note:
-            print(f"{report.name}: {report.note}", file=sys.stderr)
+        for note in filter(None, (report.extrapolated, report.note)):
+            print(f"{report.name}: {note}", file=sys.stderr)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from experiments.numbers import Numbers, read_numbers
 from experiments.recorded_workload import recorded_workload
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
+from sim.latency import Beyond
 from sim.system import System
 from sim.workload import Workload
 
@@ -28,17 +29,22 @@ class Plan:
     doubts: tuple[str, ...] = ()
 
 
-def read_plan(source: Path, batch_size: int | None = None) -> Plan:
+def read_plan(source: Path, batch_size: int | None = None, beyond: str | None = None) -> Plan:
     """From a system.json, as `saguaro fit` writes it, or a YAML file of numbers. `batch_size` of a system.json is 1
-    unless given; a file of numbers says its own."""
+    unless given; a file of numbers says its own. `beyond` takes the place of what a system.json says of latencies that
+    were not profiled; numbers are functions of every size."""
     if source.suffix in (".yaml", ".yml"):
         if batch_size is not None:
             raise BadInput(
                 "--batch-size", "goes with a system.json; a file of numbers says text.batch_size", batch_size
             )
+        if beyond is not None:
+            raise BadInput("--beyond", "goes with a system.json; numbers cover every size that occurs", str(beyond))
         numbers = read_numbers(source)
         return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
     system = System.read(source)
+    if beyond is not None:
+        system = replace(system, latency=replace(system.latency, beyond=Beyond(beyond)))
     doubts = doubts_about(system.agreement) if isinstance(system.agreement, AgreementRecord) else []
     workload = replace(recorded_workload(system.agreement), batch_size=batch_size or 1)
     return Plan(system, workload, doubts=tuple(doubts))

@@ -25,6 +25,7 @@ from experiments.measurement import CompanionRuns, join, measure_interleaved
 from experiments.planning import best_engine
 from experiments.run import (
     measure_short_runs,
+    one_of_each_kind,
     run_manifest,
     search_space,
     trace_policies,
@@ -36,13 +37,14 @@ from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.metrics import Estimate, decode_totals, speedup
 from sim.parametric import ParametricAgreement
-from sim.policy import Autoregressive, Policy, Proposer, SpeculativeSpeculative
+from sim.policy import Autoregressive, Policy, Proposer, SpeculativeSpeculative, policy_from_dict
 from sim.search_space import candidates
 from sim.simulate import Prediction, predict, predicted_speedup
 from sim.system import HostTerm, System
 from sim.trace import Lane, Source, Trace
 from sim.workload import Workload
 
+RELATIVE_HALF_WIDTH = 0.005  # to which sampled predictions are known: little beside the errors looked for
 NUM_RIVALS = 3  # of a batch size: the fastest measured, which are measured again beside the recommended policy
 ABLATIONS = ("without contention", "without host time", "means instead of distributions", "independent rounds")
 
@@ -73,15 +75,15 @@ def run_validation(
     """
     settings = _settings(config)
     test, fresh = test_workloads(config, bench, settings)
+    check_before_measuring(config, bench, settings, test, fresh, earlier)
     profiles = earlier or measure_profiles(config, bench, stages, settings.batch_sizes)
     for batch_size in settings.batch_sizes:
         check_profile(profiles, batch_size, bench, test, fresh)
     with stages.stage("fit and forecast"):
         systems = {size: fit(profiles[size]) for size in settings.batch_sizes}
-        configurations = configurations_of(config, settings, systems[settings.batch_sizes[0]])
+        configurations = configurations_of(settings, systems[settings.batch_sizes[0]])
         forecasts = predictions(configurations, test, systems, config.seed)
-    for configuration in configurations:
-        bench.check_runs(configuration.policy, replace(test, batch_size=configuration.batch_size))
+    stages.console.print(expected_duration(configurations, forecasts, profiles, test, settings), highlight=False)
     companions = companions_of(config, bench, configurations, settings)
     traces = measure(config, bench, configurations, test, companions, stages, settings.repeats, config.seed)
     with stages.stage("check the texts"):
@@ -90,17 +92,18 @@ def run_validation(
         systems_then = {size: at_speed_of(systems[size], companions[size].by_policy()) for size in systems}
         predicted = predictions(configurations, test, systems_then, config.seed)
         block = max(settings.batch_sizes)
+        of_size = {size: (systems[size], systems_then[size]) for size in systems}
         validation = Validation(
             [
-                Result.of(c.batch_size, block, forecast, prediction, repeats, systems_then[c.batch_size])
+                Result.of(c.batch_size, block, forecast, prediction, repeats, of_size[c.batch_size])
                 for c, forecast, prediction, repeats in zip(configurations, forecasts, predicted, traces, strict=True)
             ]
         )
         ablations = ablate(configurations, validation, test, systems_then, config.seed)
     regrets = measure_regrets(config, bench, configurations, forecasts, validation, fresh, stages)
     answer = summarize(config, settings, validation, ablations, regrets, lossless, configurations, forecasts, traces)
-    answer["profile"] = cost_of_profile(profiles, configurations, forecasts, test, settings)
-    write(folder, config, bench, test, profiles, systems, systems_then, configurations, traces, answer, stages)
+    answer["profile"] = cost_of_profile(profiles, forecasts)
+    write(folder, config, bench, test, profiles, (systems, systems_then), traces, companions, answer, stages)
     return answer
 
 
@@ -177,21 +180,77 @@ def read_profiles(folder: Path) -> dict[int, Profile]:
 # ------------------------------------------------------------------------------------------------------ configurations
 
 
-def configurations_of(config: ExperimentConfig, settings: ValidationConfig, system: System) -> list[Configuration]:
-    """Distinct ones in the order of the file, AR and SD of each batch size first. Raises `BadInput` if one was run by
-    the profile: only AR, which has no setting, may be."""
-    seen = set(trace_policies(config)) - {Autoregressive()}
+def check_before_measuring(
+    config: ExperimentConfig,
+    bench: Bench,
+    settings: ValidationConfig,
+    test: Workload,
+    fresh: Workload,
+    earlier: Mapping[int, Profile] | None,
+) -> None:
+    """Raises `BadInput` for what would be refused after the profile in any case: prompts that are not held out,
+    policies that do not run, policies that are not held out."""
+    calibration = prompt_hashes(bench.workload("calibration", config.workload.calibration_prompts))
+    for prompts in (test, fresh):
+        check_prompts(calibration, prompts)
+    for group in settings.configurations:
+        for policy in one_of_each_kind(group):
+            bench.check_runs(policy, test)
+    if earlier is None:
+        check_held_out(settings, trace_policies(config))
+    else:
+        traces = (trace for profile in earlier.values() for trace in profile.traces)
+        check_held_out(settings, [policy_from_dict(trace.policy) for trace in traces])
+
+
+def check_held_out(settings: ValidationConfig, seen: Iterable[Policy]) -> None:
+    """Raises `BadInput` if a configuration has a speculation length of the profile's short runs, which the fit sees: SD
+    of this length would be one of them. Only AR, which has no setting, may be in both."""
+    lengths = {policy.speculation_length for policy in seen} - {0}
+    for number, group in enumerate(settings.configurations):
+        shared = lengths.intersection(group.speculation_lengths)
+        if shared:
+            rule = "must not be validated on: the profile's short runs, which the fit sees, decode by it"
+            raise BadInput(f"validation.configurations.{number}.speculation_lengths", rule, min(shared))
+
+
+def configurations_of(settings: ValidationConfig, system: System) -> list[Configuration]:
+    """Distinct ones in the order of the file, AR and SD of each batch size first."""
     found: dict[Configuration, None] = {}
     for size in settings.batch_sizes:
         groups = [group for group in settings.configurations if group.batch_size == size]
         of_size = [policy for group in groups for policy in candidates(search_space(group), system.agreement)]
         kinds = sorted(of_size, key=lambda policy: isinstance(policy, SpeculativeSpeculative))
         found |= dict.fromkeys(Configuration(size, policy) for policy in kinds)
-    for configuration in found:
-        if configuration.policy in seen:
-            rule = "must not be validated on: the profile's short runs, which the fit has seen, decode by it"
-            raise BadInput("validation.configurations", rule, configuration.policy.name)
     return list(found)
+
+
+def expected_duration(
+    configurations: Sequence[Configuration],
+    forecasts: Sequence[Prediction[Policy]],
+    profiles: Mapping[int, Profile],
+    test: Workload,
+    settings: ValidationConfig,
+) -> str:
+    """How long the measurement should take, runs of reference policies left out."""
+    prefill_s = {size: _prefill_s(profile.traces) for size, profile in profiles.items()}
+    of_prompt_s = [
+        forecast.expectation.num_tokens.mean() / forecast.tokens_per_s.value + prefill_s[c.batch_size]
+        for c, forecast in zip(configurations, forecasts, strict=True)
+    ]
+    total_s = sum(of_prompt_s) * len(test.prompts) * settings.repeats
+    counts = f"{len(configurations)} configurations x {len(test.prompts)} prompts x {settings.repeats} repeats"
+    return f"{counts}: about {total_s:.0f} s"
+
+
+def _prefill_s(traces: Iterable[Trace]) -> float:
+    """Mean over prompts; those of a batch share theirs."""
+    times = [
+        (s.decode_start_s - s.prefill_start_s) / trace.workload["batch_size"]
+        for trace in traces
+        for s in trace.sequences
+    ]
+    return sum(times) / len(times)
 
 
 def predictions(
@@ -200,7 +259,10 @@ def predictions(
     predicted = []
     for c in configurations:
         workload, system = replace(test, batch_size=c.batch_size), systems[c.batch_size]
-        predicted.append(predict(c.policy, workload, system, engine=best_engine(workload, system), seed=seed))
+        engine = best_engine(workload, system)
+        predicted.append(
+            predict(c.policy, workload, system, engine=engine, seed=seed, relative_half_width=RELATIVE_HALF_WIDTH)
+        )
     return predicted
 
 
@@ -410,16 +472,20 @@ def summarize(
     """The content of validation.json but for the profile's cost."""
     figures = validation.figures([result.predicted for result in validation.results])
     figures["regret"] = interval(max((regret.lost for regret in regrets), key=lambda lost: lost.value))
-    figures["noise"] = interval(validation.noise(beside_others=False))
-    figures["noise_without_drift"] = interval(validation.noise(beside_others=True))
+    figures["noise"] = interval(validation.noise)
+    figures["noise_without_drift"] = interval(validation.noise_without_drift)
+    figures["drift"] = interval(validation.drift)
     predicted = [result.predicted for result in validation.results]
     sizes = settings.batch_sizes
     return {
         "schema": SCHEMA,
         "name": config.name,
         **figures,
-        "forecast": validation.figures([result.forecasted for result in validation.results]),
-        "causes": validation.causes(),
+        "forecast": {
+            **validation.figures([result.forecasted for result in validation.results]),
+            "causes": validation.causes(validation.forecast_errors),
+        },
+        "causes": validation.causes(validation.errors),
         "ablations": dict(ablations),
         "regret_by_batch_size": [regret.to_dict() for regret in regrets],
         "rank_correlation_by_batch_size": {str(s): interval(validation.rank_correlation(predicted, s)) for s in sizes},
@@ -463,18 +529,11 @@ def _answer(ratio: Estimate) -> str:
     return "yes" if ratio.value > 1 else "no"
 
 
-def cost_of_profile(
-    profiles: Mapping[int, Profile],
-    configurations: Sequence[Configuration],
-    forecasts: Sequence[Prediction[Policy]],
-    test: Workload,
-    settings: ValidationConfig,
-) -> dict[str, float]:
+def cost_of_profile(profiles: Mapping[int, Profile], forecasts: Sequence[Prediction[Policy]]) -> dict[str, float]:
     """Seconds that the profile took, and that decoding the calibration prompts once under every configuration takes,
     prefills left out."""
     (first, *_) = profiles.values()
-    num_tokens = sum(forecast.expectation.num_tokens.sum() for forecast in forecasts[:1])
-    sweep_s = sum(num_tokens / forecast.tokens_per_s.value for forecast in forecasts)
+    sweep_s = sum(f.expectation.num_tokens.sum() / f.tokens_per_s.value for f in forecasts)
     return {"profile_s": sum(first.manifest["durations_s"].values()), "sweep_s": float(sweep_s)}
 
 
@@ -487,18 +546,21 @@ def write(
     bench: Bench,
     test: Workload,
     profiles: Mapping[int, Profile],
-    systems: Mapping[int, System],
-    systems_then: Mapping[int, System],
-    configurations: Sequence[Configuration],
+    systems: tuple[Mapping[int, System], Mapping[int, System]],
     traces: Sequence[Sequence[Trace]],
+    companions: Mapping[int, CompanionRuns],
     answer: Mapping[str, Any],
     stages: Stages,
 ) -> None:
-    """`validation.json`, `validation.md`, `manifest.json`, profiles, systems and every measured trace."""
+    """`validation.json`, `validation.md`, `manifest.json`, profiles, the systems of forecast and prediction, every
+    measured trace (`traces/<row>/<repeat>/`) and those of the reference policies in between."""
+    before, then = systems
     for size, profile in profiles.items():
         profile.write(folder / "profile" / f"batch-{size}")
-        systems[size].write(folder / f"system_batch-{size}.json")
-        systems_then[size].write(folder / f"system_during_run_batch-{size}.json")
+        before[size].write(folder / f"system_batch-{size}.json")
+        then[size].write(folder / f"system_during_run_batch-{size}.json")
+        for number, trace in enumerate(companions[size].by_policy()):
+            trace.write(folder / "traces" / f"companions_batch-{size}" / str(number))
     for number, repeats in enumerate(traces):
         for repeat, trace in enumerate(repeats):
             trace.write(folder / "traces" / str(number) / str(repeat))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sim.errors import BadInput, require_count, require_entries, require_mapping, require_number
+from sim.extrapolation import Knots, extended
 from sim.trace import Lane, Operation
 
 FloatArray = NDArray[np.float64]
-Knots = tuple[tuple[int, float], ...]  # (context, location_s), contexts ascending
 
 NUM_RESIDUALS = 40  # equally likely ratios that stand for the spread of an operation's durations
 NUM_OF_SUM = 160  # equally likely values that stand for the distribution of a sum
@@ -26,6 +27,18 @@ NUM_OF_SUM = 160  # equally likely values that stand for the distribution of a s
 _KNOTS = "knots_num_tokens_context_s"  # keys of a file
 _BATCHED_KNOTS = "batched_knots_rows_num_tokens_context_s"
 _RESIDUALS = "residual_ratios"
+_BEYOND = "beyond"
+
+
+class Beyond(StrEnum):
+    """What a latency model answers outside the profiled range."""
+
+    REFUSE = "refuse"
+    EXTRAPOLATE = "extrapolate"  # as `sim.extrapolation` has it; predictions note it
+
+
+class OutsideProfile(BadInput):
+    """A number of rows or tokens, or a context, that was not profiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +66,15 @@ class OperationLatency:
 
     `knots[num_tokens]` is a tuple of (context, location_s), contexts ascending, of one row; `batched[b][num_tokens]`
     the same of b >= 2 rows, with the tokens of each row. Between knots the location is linear, over rows too; outside
-    them there is no answer. Raises `BadInput` on a table that is none, and on a verification that takes no time.
+    them there is no answer, unless the table is `extended`. Raises `BadInput` on a table that is none, and on a
+    verification that takes no time.
     """
 
     operation: Operation
     knots: Mapping[int, Knots]
     residuals: tuple[float, ...]
     batched: Mapping[int, Mapping[int, Knots]] = field(default_factory=dict)
+    range_name: str = "profiled range"  # of what it covers, for messages
 
     def __post_init__(self) -> None:
         if self.operation not in list(Operation):
@@ -84,7 +99,8 @@ class OperationLatency:
     def location_s(self, num_tokens: float, context: ArrayLike, batch_size: int = 1) -> FloatArray:
         """Location at the contexts given (any shape), in seconds, of `batch_size` rows of `num_tokens` tokens each.
 
-        Where rows differ, `num_tokens` and `context` are their means. Raises `BadInput` outside the covered range.
+        Where rows differ, `num_tokens` and `context` are their means. Raises `OutsideProfile` outside the range
+        covered.
         """
         below, above = self._around("number of rows", sorted({1, *self.batched}), batch_size)
         low = self._over_tokens(below, num_tokens, context)
@@ -96,8 +112,8 @@ class OperationLatency:
     def _around(self, what: str, known: list[int], wanted: float) -> tuple[int, int]:
         """The profiled values next to the one wanted, equal where it was profiled itself."""
         if not known[0] <= wanted <= known[-1]:
-            rule = f"{what} must be in the profiled range {known[0]}..{known[-1]}"
-            raise BadInput(f"latency of {self.operation.value}", rule, wanted)
+            rule = f"{what} must be in the {self.range_name} {known[0]}..{known[-1]}"
+            raise OutsideProfile(f"latency of {self.operation.value}", rule, wanted)
         return known[bisect_right(known, wanted) - 1], known[bisect_left(known, wanted)]
 
     def _over_tokens(self, batch_size: int, num_tokens: float, context: ArrayLike) -> FloatArray:
@@ -114,9 +130,15 @@ class OperationLatency:
         contexts, locations = zip(*knots, strict=True)
         outside = wanted[(wanted < contexts[0]) | (wanted > contexts[-1])]
         if outside.size:
-            rule = f"context must be in the profiled range {contexts[0]}..{contexts[-1]}"
-            raise BadInput(f"latency of {self.operation.value} at {width} tokens", rule, int(outside.flat[0]))
+            rule = f"context must be in the {self.range_name} {contexts[0]}..{contexts[-1]}"
+            raise OutsideProfile(f"latency of {self.operation.value} at {width} tokens", rule, int(outside.flat[0]))
         return np.interp(wanted, contexts, locations)
+
+    @cached_property
+    def extended(self) -> OperationLatency:
+        """The same inside the profiled range, and an answer around it."""
+        batched = extended({1: self.knots, **self.batched})
+        return replace(self, knots=batched.pop(1), batched=batched, range_name="range that extrapolation reaches")
 
     def bends(self, num_tokens: float, batch_size: int = 1) -> list[int]:
         """Contexts at which the slope of the location over the context changes, ascending."""
@@ -199,12 +221,19 @@ def checked_residuals(name: str, operation: Operation, residuals: object) -> tup
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """Latency of every operation of either lane, with the other lane idle. Raises `BadInput` where it holds none, or
-    one under the name of another."""
+    """Latency of every operation of either lane, with the other lane idle.
+
+    `operations` holds what was profiled; an item is the table to ask, continued around it if `beyond` says so. Raises
+    `BadInput` where it holds none, or one under the name of another.
+    """
 
     operations: Mapping[tuple[Lane, Operation], OperationLatency]
+    beyond: Beyond = Beyond.REFUSE
 
     def __post_init__(self) -> None:
+        if self.beyond not in list(Beyond):
+            raise BadInput(f"latency: {_BEYOND}", f"must be one of {', '.join(Beyond)}", self.beyond)
+        object.__setattr__(self, "beyond", Beyond(self.beyond))
         tables = require_mapping("latency", self.operations)
         if not tables:
             raise BadInput("latency", "must hold at least one operation")
@@ -220,10 +249,13 @@ class LatencyModel:
         if key not in self.operations:
             known = ", ".join(sorted(f"{lane.value} {operation.value}" for lane, operation in self.operations))
             raise BadInput(f"latency of {key[0].value} {key[1].value}", f"was not profiled; known: {known}")
-        return self.operations[key]
+        table = self.operations[key]
+        return table.extended if self.beyond is Beyond.EXTRAPOLATE else table
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        """JSON-safe; `beyond` only where it is asked for, so that earlier releases read all other files."""
+        asked = {} if self.beyond is Beyond.REFUSE else {_BEYOND: self.beyond.value}
+        return asked | {
             f"{lane.value}.{operation.value}": {
                 _KNOTS: [
                     [width, context, location]
@@ -246,13 +278,15 @@ class LatencyModel:
         """Inverse of `to_dict`. Raises `BadInput` naming the operation and the key; files of an earlier release have no
         batched knots."""
         operations = {}
-        for name, entry in require_mapping("latency", data).items():
+        entries = dict(require_mapping("latency", data))
+        beyond = entries.pop(_BEYOND, Beyond.REFUSE)
+        for name, entry in entries.items():
             key = lane_and_operation("latency", name)
             try:
                 operations[key] = _table_from_dict(key[1], entry)
             except BadInput as error:
                 raise BadInput(f"latency.{name}", str(error)) from None
-        return cls(operations)
+        return cls(operations, beyond)
 
 
 def lane_and_operation(name: str, key: str) -> tuple[Lane, Operation]:

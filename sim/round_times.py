@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sim.errors import BadInput
 from sim.latency import OperationLatency, sum_of_independent
-from sim.policy import LateBuild, Policy, SpeculativeSpeculative
+from sim.policy import Drafting, LateBuild, Policy, SpeculativeSpeculative
 from sim.round_law import RoundLaw
 from sim.system import System, host_term
 from sim.trace import Lane, Operation, Source
@@ -57,23 +57,42 @@ class Noise:
     draft: FloatArray
 
 
+@dataclass(frozen=True)
 class Places:
-    """What a round of a policy is at every place: flat arrays over places; no draft token where no round starts."""
+    """What a round of a policy is at every place: flat arrays over places; no draft token where no round starts.
 
-    def __init__(self, policy: Policy, laws: Sequence[RoundLaw]) -> None:
-        replay = laws[0].replay
-        self.is_ssd = isinstance(policy, SpeculativeSpeculative)
-        self.draftings = [law.drafting for law in laws]
-        self.sources = [drafting.source for drafting in self.draftings]
+    `draftings` are those of the two sides. Whatever numbers its places so can have its rounds timed: texts that are
+    replayed, or rounds that happened.
+    """
+
+    is_ssd: bool
+    draftings: tuple[Drafting, Drafting]
+    is_reachable: BoolArray
+    side: IntArray
+    context: IntArray
+    num_drafted: IntArray
+    num_branches: IntArray
+
+    @property
+    def sources(self) -> list[Source]:
+        return [drafting.source for drafting in self.draftings]
+
+    @classmethod
+    def of_texts(cls, policy: Policy, laws: Sequence[RoundLaw]) -> Places:
+        """Wherever rounds of a policy may start in the texts of its laws, one of them a side."""
+        is_ssd, replay = isinstance(policy, SpeculativeSpeculative), laws[0].replay
         shape = (replay.num_prompts, replay.longest, len(SIDES))
         # After a hit or a full acceptance so many tokens are there at least, the prefill's included.
-        fewest = np.array([1, 2 if self.is_ssd else 3])
-        self.is_reachable: BoolArray = ((laws[0].starts[:, None] >= fewest) & (laws[0].left[:, :, None] > 0)).ravel()
-        self.side: IntArray = np.broadcast_to(np.arange(len(SIDES)), shape).ravel()
-        self.context: IntArray = np.repeat((replay.prompt_length[:, None] + laws[0].starts - 1).ravel(), len(SIDES))
-        self.num_drafted: IntArray = np.stack([law.num_drafted for law in laws], axis=-1).ravel() * self.is_reachable
-        self.num_branches: IntArray = (
-            np.stack([_num_branches(law) for law in laws], axis=-1).ravel() * self.is_reachable
+        fewest = np.array([1, 2 if is_ssd else 3])
+        is_reachable: BoolArray = ((laws[0].starts[:, None] >= fewest) & (laws[0].left[:, :, None] > 0)).ravel()
+        return cls(
+            is_ssd=is_ssd,
+            draftings=(laws[0].drafting, laws[1].drafting),
+            is_reachable=is_reachable,
+            side=np.broadcast_to(np.arange(len(SIDES)), shape).ravel(),
+            context=np.repeat((replay.prompt_length[:, None] + laws[0].starts - 1).ravel(), len(SIDES)),
+            num_drafted=np.stack([law.num_drafted for law in laws], axis=-1).ravel() * is_reachable,
+            num_branches=np.stack([_num_branches(law) for law in laws], axis=-1).ravel() * is_reachable,
         )
 
 

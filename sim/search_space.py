@@ -209,15 +209,15 @@ def _clipped(fan_out: FanOut, most: int) -> FanOut:
 
 def mean_acceptance(agreement: Agreement) -> float:
     """Mean acceptance of a first draft token over all positions that rounds can test."""
-    return float(agreement.acceptance_table(0, FIRST_DRAFT)[_testable(agreement)].mean())
+    return float(agreement.acceptance_table(0, FIRST_DRAFT)[testable_positions(agreement)].mean())
 
 
 def miss_exponent(agreement: Agreement) -> float:
     """r of the best line through log miss(F) = log c - r log F over F = 1, 2, 4, ...; the misses are those of a bonus
     token drawn from p after full acceptance. At least .01, so that Theorem 12 keeps its meaning."""
-    testable = _testable(agreement)
+    inside = testable_positions(agreement)
     fan_outs = 2 ** np.arange(int(np.log2(min(agreement.num_candidates, WIDEST_FITTED))) + 1)
-    misses = np.array([1 - agreement.hit_table(int(f), 0, COMPLETE, rejected=False)[testable].mean() for f in fan_outs])
+    misses = np.array([1 - agreement.hit_table(int(f), 0, COMPLETE, rejected=False)[inside].mean() for f in fan_outs])
     seen = misses > 1e-12
     if seen.sum() < 2:
         return 1.0
@@ -225,7 +225,7 @@ def miss_exponent(agreement: Agreement) -> float:
     return max(0.01, float(-slope))
 
 
-def _testable(agreement: Agreement) -> NDArray[np.bool_]:
+def testable_positions(agreement: Agreement) -> NDArray[np.bool_]:
     """(num_prompts, longest) positions inside the texts but the first, which the prefill emits."""
     position = np.arange(int(agreement.lengths.max(initial=0)))
     return (position > 0) & (position < agreement.lengths[:, None])

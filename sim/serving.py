@@ -356,6 +356,7 @@ class ServingReport:
     hit_rate: Estimate | None
     acceptance_length: Estimate | None
     doubt: float
+    extrapolated: str | None = None  # which latency lies beyond the profiled range, if any
 
     @property
     def is_saturated(self) -> bool:
@@ -383,6 +384,13 @@ def serve(
     served with the same requests, less a margin of `SATURATION_MARGIN`. Raises `BadInput` if the prefill was not
     profiled, if memory has no room for a request, or if no time is left to measure.
     """
+    report, extrapolated = system.answer(lambda of: _serve(policy, load, workload, of, seed, warm_up, slo))
+    return replace(report, extrapolated=extrapolated)
+
+
+def _serve(
+    policy: Decider, load: Load, workload: Workload, system: System, seed: int, warm_up: float, slo: Slo | None
+) -> ServingReport:
     if not isinstance(load, OpenLoop):
         return _report(_run(policy, load, workload, system, seed, warm_up, slo, record=False), load, slo)
     full = _full_run(policy, load, workload, system, seed, slo)

@@ -39,8 +39,9 @@ class Prediction(Generic[DeciderT]):
     Prompts that the record holds more than once count as one in them. `tokens_per_s` is the throughput of one target:
     tokens over the time in which it decodes at least one prompt, in a batch those of all rows. `num_targets` share the
     draft devices. `replications` says how well independent runs over the same prompts know tokens/s, None for the exact
-    engine. `notes` are what a reader must know: doubts that the record leaves open, replications that ended too early,
-    targets that the rate does not count. `expectation` has the totals of each prompt behind the figures, and its batch.
+    engine. `notes` are what a reader must know: latencies beyond the profiled range, doubts that the record leaves
+    open, replications that ended too early, targets that the rate does not count. `expectation` has the totals of each
+    prompt behind the figures, and its batch.
     """
 
     policy: DeciderT
@@ -79,13 +80,17 @@ class Prediction(Generic[DeciderT]):
 def simulate(policy: Decider, workload: Workload, system: System, seed: int = 0) -> Trace:
     """A trace of the policy over the prompts of the system's agreement record (SimPy).
 
-    The workload gives the rules. Raises `BadInput` if they are not those of the record.
+    The workload gives the rules. Raises `BadInput` if they are not those of the record. Latencies beyond the profiled
+    range are noted in the trace's meta under "extrapolated".
     """
     from sim.timeline import replicate
 
     check_decider(policy)
     check_workload(system.agreement, workload)
-    return replicate(policy, workload, system, [seed])[0]
+    trace, extrapolated = system.answer(lambda of: replicate(policy, workload, of, [seed])[0])
+    if extrapolated:
+        trace.meta["extrapolated"] = extrapolated
+    return trace
 
 
 def predict(
@@ -110,6 +115,23 @@ def predict(
         raise BadInput("engine", f"must be one of {', '.join(ENGINES)}", engine)
     check_decider(policy)
     check_workload(system.agreement, workload)
+
+    def ask(of: System) -> Prediction[DeciderT]:
+        return _predict(policy, workload, of, engine, seed, relative_half_width, ceiling)
+
+    prediction, extrapolated = system.answer(ask)
+    return replace(prediction, notes=(extrapolated, *prediction.notes)) if extrapolated else prediction
+
+
+def _predict(
+    policy: DeciderT,
+    workload: Workload,
+    system: System,
+    engine: str,
+    seed: int,
+    relative_half_width: float,
+    ceiling: int,
+) -> Prediction[DeciderT]:
     one: Decider = policy.at(1) if isinstance(policy, PolicyTable) and workload.batch_size == 1 else policy
     if engine == "exact":
         (expectation,) = expectations([one], workload, system)  # type: ignore[list-item]  # it refuses what it cannot do
@@ -128,10 +150,18 @@ def predict_all(
     if engine != "exact":
         return [predict(policy, workload, system, engine=engine, seed=seed) for policy in policies]
     check_workload(system.agreement, workload)
-    return [
-        _from_expectation(policy, expectation, "exact", workload, system)
-        for policy, expectation in zip(policies, expectations(policies, workload, system), strict=True)
-    ]
+
+    def ask(of: System) -> list[Prediction[Policy]]:
+        found = expectations(policies, workload, of)
+        return [_from_expectation(*one, "exact", workload, of) for one in zip(policies, found, strict=True)]
+
+    predictions, extrapolated = system.answer(ask)
+    if extrapolated is None:
+        return predictions
+    if len(policies) == 1:
+        return [replace(predictions[0], notes=(extrapolated, *predictions[0].notes))]
+    middle = len(policies) // 2  # only some of them may need it: each says so for itself
+    return [p for part in (policies[:middle], policies[middle:]) for p in predict_all(part, workload, system)]
 
 
 def totals_by_batch(predictions: Sequence[Prediction[Any]]) -> tuple[FloatArray, FloatArray]:

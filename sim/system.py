@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput, require_mapping, require_number
-from sim.latency import LatencyModel, checked_residuals, lane_and_operation, latest_of, sum_of_independent
+from sim.latency import (
+    Beyond,
+    LatencyModel,
+    OutsideProfile,
+    checked_residuals,
+    lane_and_operation,
+    latest_of,
+    sum_of_independent,
+)
 from sim.memory import Memory
 from sim.parametric import ParametricAgreement
 from sim.placement import Placement
@@ -28,6 +36,7 @@ _IN_SITU = "in_situ_residual_ratios"
 REQUIRED = ("identity", "agreement", "host_s", "contention", "latency", "overlaps", _IN_SITU)
 OPTIONAL = ("schema", "placement", "memory")  # files of an earlier release lack the last two
 KindT = TypeVar("KindT", bound=StrEnum)
+AnswerT = TypeVar("AnswerT")
 FloatArray = NDArray[np.float64]
 InSitu = Mapping[tuple[Lane, Operation], tuple[float, ...]]  # equally likely ratios to the latency model's location
 
@@ -92,7 +101,7 @@ class System:
             tables = dict(self.latency.operations)
             for key, residuals in self.in_situ.get(kind, {}).items():
                 tables[key] = replace(tables[key], residuals=residuals)
-            self._by_kind[kind] = replace(self, latency=LatencyModel(tables), in_situ={})
+            self._by_kind[kind] = replace(self, latency=replace(self.latency, operations=tables), in_situ={})
         return self._by_kind[kind]
 
     def num_devices(self, *, uses_draft: bool) -> int:
@@ -102,6 +111,22 @@ class System:
     @cached_property
     def _by_kind(self) -> dict[str, System]:
         return {}
+
+    def answer(self, ask: Callable[[System], AnswerT]) -> tuple[AnswerT, str | None]:
+        """What `ask` makes of this system, and a note if latencies beyond the profiled range went into it.
+
+        Raises `OutsideProfile` where that range does not suffice and may not be left, or not so far.
+        """
+        if self.latency.beyond is Beyond.REFUSE:
+            return ask(self), None
+        try:
+            return ask(self._within_profile), None
+        except OutsideProfile as outside:
+            return ask(self), f"extrapolated beyond the profile ({outside})"
+
+    @cached_property
+    def _within_profile(self) -> System:
+        return replace(self, latency=replace(self.latency, beyond=Beyond.REFUSE))
 
     def mean_s(
         self, lane: Lane, operation: Operation, num_tokens: float, context: Any, *, beside: bool, batch_size: int = 1

@@ -84,7 +84,7 @@ class Replications:
         self.doubt = max(law.doubt for law in self.rounds.laws)
         may_abandon = isinstance(policy, SpeculativeSpeculative) and policy.on_late_build is LateBuild.ABANDON
         times = SoloTimes if workload.batch_size == 1 and not may_abandon else BatchTimes
-        self.times = times(policy, Places(policy, self.rounds.laws), system, workload.temperature)
+        self.times = times(policy, Places.of_texts(policy, self.rounds.laws), system, workload.temperature)
         self.num_seeds = 0
         self.sums = np.zeros((NUM_TOTALS, self.replay.num_prompts))
 

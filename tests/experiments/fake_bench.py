@@ -25,11 +25,13 @@ VERIFY_S, DRAFT_STEP_S, GLUE_S, TREE_STEP_S, HOST_S = 0.010, 0.002, 0.0021, 0.00
 IDENTITY = {"pair": "fake", "device": "none", "concurrency": "processes", "threads": {"target": 1, "draft": 1}}
 
 
-def greedy_record(*, num_prompts: int, length: int, prompt_length: int, seed: int) -> AgreementRecord:
-    """Greedy texts: the token stands at rank 0 of q with probability .8, else at 1 or 40."""
+def greedy_record(
+    *, num_prompts: int, length: int, prompt_length: int, seed: int, accepted: float = 0.8, prepared: float = 0.7
+) -> AgreementRecord:
+    """Greedy texts: the token stands at rank 0 of q with probability `accepted`, else at 1 (`prepared`) or 40."""
     rng = np.random.default_rng(seed)
     n = num_prompts * length
-    rank = np.where(rng.random(n) < 0.8, 0, np.where(rng.random(n) < 0.7, 1, 40))
+    rank = np.where(rng.random(n) < accepted, 0, np.where(rng.random(n) < prepared, 1, 40))
     top_q = np.tile(np.geomspace(0.4, 1e-5, 32), (n, 1))
     return AgreementRecord(
         identity={"dataset": "fake/prompts.jsonl", "temperature": 0.0, "stop_ids": [], "max_new_tokens": length},
@@ -61,8 +63,9 @@ class FakeBench:
     executed: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        rules = self.config.workload
-        sizes = {"calibration": rules.calibration_prompts, "test": rules.test_prompts}
+        rules, validation = self.config.workload, self.config.validation
+        fresh_prompts = validation.fresh_prompts if validation else 0
+        sizes = {"calibration": rules.calibration_prompts, "test": rules.test_prompts + fresh_prompts}
         self.truth = {
             split: self._system(
                 greedy_record(
