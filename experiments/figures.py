@@ -142,7 +142,9 @@ def win_map(found: Mapping[str, Any], path: Path) -> None:
 def _draw_regions(axes: Axes, found: Mapping[str, Any], gain: FloatArray) -> None:
     x, y, tie = found["acceptances"], found["draft_over_verify"], found["tie"]
     edges = [0.0, 1 - tie, 1 + tie, np.inf]
-    axes.contourf(x, y, gain, edges, colors=["#808080", "#c8c8c8", "white"], hatches=["...", "", "///"], extend="neither")
+    axes.contourf(
+        x, y, gain, edges, colors=["#808080", "#c8c8c8", "white"], hatches=["...", "", "///"], extend="neither"
+    )
     lines = axes.contour(x, y, gain, [0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0], colors="black", linewidths=0.8)
     axes.clabel(lines, fmt="%gx", fontsize=8)
     axes.set_yscale("log")

@@ -99,6 +99,7 @@ def search_batch_sizes(
         together = replace(workload, batch_size=size)
         engine = engine_of(together, system)
         try:
+            _check_size(size, system)
             found[size] = search(space, together, system, engine=engine, objective=objective, **options)
         except BadInput as error:
             refused[size] = str(error)
@@ -106,6 +107,13 @@ def search_batch_sizes(
                 raise BadInput("batch_sizes", f"none can be served; {sizes[0]}: {refused[sizes[0]]}", sizes) from None
     points = tuple(_point(result, system) for result in found.values())
     return BatchSearch(found, points, Objective(objective), refused)
+
+
+def _check_size(size: int, system: System) -> None:
+    """A batch that no texts fill would be predicted with fewer rows than it says."""
+    if size > system.agreement.num_prompts:
+        rule = f"must not exceed the number of texts, {system.agreement.num_prompts} (of numbers their text.batch_size)"
+        raise BadInput("batch size", rule, size)
 
 
 def _point(result: SearchResult, system: System) -> Point:

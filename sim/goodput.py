@@ -67,7 +67,9 @@ def goodput_of_finalists(
     by_name = {policy.name: policy for policy in policies}
     ranked = sorted(reports, key=lambda report: (-_goodput(report), simplicity(by_name[report.name])))
     if not _goodput(ranked[0]):
-        raise BadInput("load", "is served as promised by no finalist: a lower rate, a longer promise, or larger batches")
+        raise BadInput(
+            "load", "is served as promised by no finalist: a lower rate, a longer promise, or larger batches"
+        )
     beside = {report.name: _contrast(report, ranked[0], len(ranked) - 1) for report in ranked}
     tied = [by_name[name] for name, contrast in beside.items() if contrast.is_tie]
     return GoodputResult(tuple(ranked), beside, min(tied, key=simplicity))

@@ -23,12 +23,12 @@ def scaled_agreement(agreement: Agreement, *, acceptance: float = 1.0, hits: flo
     a probability ends at 1."""
     if not isinstance(agreement, ParametricAgreement):
         return ScaledAgreement(agreement, acceptance, hits)
-    curves = {
-        name: tuple(ScaledCurve(curve.prefactor, curve.exponent, hits) for curve in getattr(agreement, name))
-        for name in ("after_hit", "after_miss")
-    }
     accepted = tuple(min(1.0, acceptance * rate) for rate in agreement.acceptance)
-    return replace(agreement, acceptance=accepted, **curves)
+    after_hit, after_miss = (
+        tuple(ScaledCurve(curve.prefactor, curve.exponent, hits) for curve in curves)
+        for curves in (agreement.after_hit, agreement.after_miss)
+    )
+    return replace(agreement, acceptance=accepted, after_hit=after_hit, after_miss=after_miss)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ class SearchResult:
         """The answer in a sentence, and how much it leaves."""
         policy, ties = self.recommended.policy, self.ties
         if len(ties) == 1:
-            return f"{policy.name} is the best of {self.num_policies} policies, significantly so"
+            has_noise = any(contrast.num_samples for contrast in self.contrasts.values())
+            how = "significantly so" if has_noise else "by rates that are exact for what was stated"
+            return f"{policy.name} is the best of {self.num_policies} policies, {how}"
         contrast = self.contrasts[policy]
         shortfall = f"{100 * (1 - contrast.ratio):.1f} %"
         if policy == self.fastest.policy:

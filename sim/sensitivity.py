@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sim.latency import Knots, LatencyModel, OperationLatency
+from sim.latency import Knots, OperationLatency
 from sim.policy import Policy
 from sim.recursion import expectations
 from sim.scaled import scaled_agreement
@@ -117,15 +117,19 @@ def quantities(system: System) -> dict[str, Change]:
     found["acceptance"] = lambda system, factor: replace(
         system, agreement=scaled_agreement(system.agreement, acceptance=factor)
     )
-    found["hit rate"] = lambda system, factor: replace(system, agreement=scaled_agreement(system.agreement, hits=factor))
+    found["hit rate"] = lambda system, factor: replace(
+        system, agreement=scaled_agreement(system.agreement, hits=factor)
+    )
     return found
 
 
 def _scale_latency(lane: Lane, operation: Operation, system: System, factor: float) -> System:
-    table = system.latency[lane, operation]
+    table = system.latency.operations[lane, operation]
     batched = {rows: _scaled(of_rows, factor) for rows, of_rows in table.batched.items()}
     scaled: OperationLatency = replace(table, knots=_scaled(table.knots, factor), batched=batched)
-    return replace(system, latency=LatencyModel({**system.latency.operations, (lane, operation): scaled}))
+    return replace(
+        system, latency=replace(system.latency, operations={**system.latency.operations, (lane, operation): scaled})
+    )
 
 
 def _scaled(table: Any, factor: float) -> dict[int, Knots]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from sim.parametric import HitCurve, ParametricAgreement
 from sim.policy import Drafting, Fallback, Proposer, uniform_fan_out
 from sim.search_space import FIRST_DRAFT, WIDEST_FITTED, SearchSpace, mean_acceptance, testable_positions
 from sim.system import System
-from sim.trace import Lane, Source
+from sim.trace import Lane, Operation, Source
 from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
+OperationKey = tuple[Lane, Operation]
 
 TIE = 0.02  # of tokens/s: what differs by less is a tie
 ACCEPTANCES = tuple(np.linspace(0.2, 0.98, 27).round(3).tolist())
@@ -125,8 +128,10 @@ class _Scale:
         self.draft_step_s = self._mean_s(DRAFT_STEP, 1, 1)
         self.ratio = self.draft_step_s / self._mean_s(VERIFY, 1, 1)
 
-    def _mean_s(self, key: Any, num_tokens: float, rows: int) -> float:
-        return float(self.system.mean_s(*key, num_tokens, self.context, beside=False, batch_size=rows))
+    def _mean_s(self, key: OperationKey, num_tokens: float, rows: int) -> float:
+        lane, operation = key
+        seconds = self.system.mean_s(lane, operation, num_tokens, self.context, beside=False, batch_size=rows)
+        return float(seconds)
 
     def covers(self, batch_size: int) -> bool:
         try:
@@ -141,7 +146,7 @@ class _Scale:
         one_s, many_s = (self._mean_s(VERIFY, width, batch_size) for width in (1, num_drafted + 1))
         return many_s / one_s
 
-    def draft_steps(self, key: Any, num_tokens: float, batch_size: int) -> float:
+    def draft_steps(self, key: OperationKey, num_tokens: float, batch_size: int) -> float:
         """An operation of so many rows, in draft steps of one row at the verification's own growth over rows."""
         growth = self._mean_s(VERIFY, 1, batch_size) / self._mean_s(VERIFY, 1, 1)
         return self._mean_s(key, num_tokens, batch_size) / self.draft_step_s / growth
@@ -160,13 +165,9 @@ class _Grid:
         shape = (len(self.ratios), len(self.acceptances))
         sd, ssd = np.zeros(shape), np.zeros(shape)
         for K in self.space.positive_lengths:
-            sd = np.maximum(sd, _or_nothing(lambda K=K: self._sd(K, batch_size)))
-            for budget in self.space.budgets:
-                for fallback in FALLBACKS:
-                    ssd = np.maximum(
-                        ssd,
-                        _or_nothing(lambda K=K, B=budget, fallback=fallback: self._ssd(K, B, fallback, batch_size)),
-                    )
+            sd = np.maximum(sd, _or_nothing(partial(self._sd, K, batch_size)))
+            for budget, fallback in product(self.space.budgets, FALLBACKS):
+                ssd = np.maximum(ssd, _or_nothing(partial(self._ssd, K, budget, fallback, batch_size)))
         return sd, ssd
 
     def _sd(self, K: int, batch_size: int) -> FloatArray:
@@ -178,8 +179,8 @@ class _Grid:
         hit = self._hit_rate(K, budget, Source.HIT), self._hit_rate(misses, budget, Source.MISS)
         rate = hit[1] / np.maximum(1 + hit[1] - hit[0], 1e-12)
         steps = self.own.draft_steps
-        build = steps(GLUE, K + 1, batch_size) + K * steps(TREE_STEP, budget, batch_size)
-        build = self.ratios * build * self.slowdowns[Lane.DRAFT]
+        num_steps = steps(GLUE, K + 1, batch_size) + K * steps(TREE_STEP, budget, batch_size)
+        build = self.ratios * num_steps * self.slowdowns[Lane.DRAFT]
         backup = self.ratios * misses * steps(DRAFT_STEP, 1, batch_size)
         round_hit, round_miss = (self._round(length, build, batch_size) for length in (K, misses))
         all_hit = rate**batch_size

@@ -127,7 +127,7 @@ def test_exact_rates_of_alike_texts_have_no_error():
     system = system_of(parametric(1))
     result = search(SearchSpace((1, 2, 3), (4, 8)), workload_of(system.agreement), system)
     assert result.ties == [result.fastest] and result.recommended is result.fastest
-    assert "significantly so" in result.in_words()
+    assert "exact for what was stated" in result.in_words()
 
 
 def test_simplicity_is_a_total_order_from_ar():
