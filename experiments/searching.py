@@ -175,7 +175,8 @@ def answer(question: Question, plan: Plan) -> Answer:
         )
     moved = None
     if plan.numbers is not None and plan.numbers.ranges and question.num_draws:
-        moved = uncertainty(plan.numbers, found.best_of_each_length(), question.num_draws, question.seed)
+        others = [prediction for prediction in found.best_of_each_length() if prediction is not found.recommended]
+        moved = uncertainty(plan.numbers, [found.recommended, *others], question.num_draws, question.seed)
     what_if = None
     if question.with_sensitivity:
         engine = question.engine or best_engine(together, system)

@@ -70,11 +70,11 @@ class SearchResult:
         return [prediction for prediction in self.ranked if self.contrasts[prediction.policy].is_tie]
 
     def best_of_each_length(self) -> Predictions:
-        """The recommended policy and otherwise the fastest of each kind and speculation length, fastest first."""
+        """The fastest of each kind and speculation length, and the recommended policy, best first."""
         first: dict[tuple[type, int], Prediction[Policy]] = {}
-        for prediction in [self.recommended, *self.ranked]:
+        for prediction in self.ranked:
             first.setdefault((type(prediction.policy), prediction.policy.speculation_length), prediction)
-        chosen = {prediction.policy for prediction in first.values()}
+        chosen = {prediction.policy for prediction in [*first.values(), self.recommended]}
         return [prediction for prediction in self.ranked if prediction.policy in chosen]
 
     def best(self, kind: str) -> Prediction[Policy]:

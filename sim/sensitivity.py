@@ -20,7 +20,8 @@ from sim.workers import HERE, Workers
 from sim.workload import Workload
 
 RELATIVE_ERROR = 0.1
-MOST_COMPARED = 100  # of the policies of a search, the best of each kind and length beside the first ones
+NUM_COMPARED = 100  # first policies of a search, beside the best of each kind and length
+NUM_COMPARED_SAMPLED = 8  # of engines that predict policies one by one
 
 Change = Callable[[System, float], System]  # the system with one quantity so many times as large
 
@@ -81,7 +82,7 @@ def sensitivity(
     """Predict the best policies of a search again with every quantity too large and too small by `relative_error`, one
     at a time: locations of operations, slow-downs beside the other lane (1 at least), host times, acceptance, hit
     rates. Sampled engines run under one seed."""
-    policies = _compared(found)
+    policies = _compared(found, NUM_COMPARED if engine == "exact" else NUM_COMPARED_SAMPLED)
     weights = [found.objective.weight(policy, system, workload.batch_size) for policy in policies]
     cases = [("as measured", 1.0)] + [
         (name, factor) for name in quantities(system) for factor in (1 - relative_error, 1 + relative_error)
@@ -100,8 +101,8 @@ def sensitivity(
     return Sensitivity(policies[own], len(policies), 1 - merits[0][own] / merits[0][as_measured], tuple(rows))
 
 
-def _compared(found: SearchResult) -> list[Policy]:
-    chosen = [*found.best_of_each_length(), *found.ranked[:MOST_COMPARED]]
+def _compared(found: SearchResult, num_first: int) -> list[Policy]:
+    chosen = [*found.best_of_each_length(), *found.ranked[:num_first]]
     return list(dict.fromkeys(prediction.policy for prediction in chosen))
 
 

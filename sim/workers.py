@@ -46,8 +46,9 @@ class Workers:
             return done
         from joblib import Parallel, delayed
 
-        with self._backend():
-            return done + Parallel(n_jobs=-1 if self.cluster else self.num)(delayed(function)(piece) for piece in left)
+        with self._backend(function):
+            run = Parallel(n_jobs=-1 if self.cluster else self.num)
+            return done + run(delayed(_applied)(function, piece) for piece in left)
 
     def _begun_here(self, function: Callable[[PieceT], ResultT], pieces: Sequence[PieceT]) -> list[ResultT]:
         done: list[ResultT] = []
@@ -61,14 +62,15 @@ class Workers:
         return done
 
     @contextmanager
-    def _backend(self) -> Iterator[None]:
+    def _backend(self, function: Callable[..., Any]) -> Iterator[None]:
+        """A cluster is sent the function, and all that it holds, once."""
         import joblib
 
         if self.cluster is None:
             with joblib.parallel_config(backend="loky"):
                 yield
             return
-        with self._client(), joblib.parallel_config(backend="dask"):
+        with self._client(), joblib.parallel_config(backend="dask", scatter=[function]):
             yield
 
     def _client(self) -> Any:
@@ -81,6 +83,10 @@ class Workers:
             return Client(self.cluster, set_as_default=True)
         except (OSError, ValueError) as error:
             raise BadInput("cluster", f"no Dask scheduler answers there ({error})", self.cluster) from None
+
+
+def _applied(function: Callable[[PieceT], ResultT], piece: PieceT) -> ResultT:
+    return function(piece)
 
 
 HERE = Workers()
