@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,28 @@ def test_identical_policies_with_noise_are_ties():
         )
         num_wrong += not beside[0].is_tie
     assert num_wrong <= 20
+
+
+def test_a_search_of_identical_policies_says_so_and_returns_ar(monkeypatch: pytest.MonkeyPatch):
+    """Of 60 searches more than 9 return another policy by chance with probability below 1e-3, if the rate is 5 %."""
+    record = record_of(*markov(3), num_prompts=40, length=8, seed=1)
+    space, num_others = SearchSpace((1, 2, 3, 4), (2, 4, 6, 8), ("uniform",), ("draft",)), 0
+    rng = np.random.default_rng(5)
+    texts_s = rng.gamma(9, 0.1, size=40)
+
+    def made_up(policies, *_, **options):
+        return [prediction_of(policy, texts_s * rng.normal(1, 0.05, size=40)) for policy in policies]
+
+    monkeypatch.setattr(sys.modules[search.__module__], "predict_all", made_up)
+    for _ in range(60):
+        result = search(space, workload_of(record), system_of(record))
+        assert result.num_policies >= 20
+        num_others += result.recommended.policy != Autoregressive()
+        if result.recommended.policy == Autoregressive() != result.fastest.policy:
+            assert (
+                "no significant difference between" in result.in_words() and "AR is the simplest" in result.in_words()
+            )
+    assert num_others <= 9
 
 
 def test_the_truly_best_is_among_the_ties():
