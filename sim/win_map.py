@@ -42,8 +42,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class WinMap:
-    """`gain` (batches, ratios, acceptances) is the best SSD over the better of AR and the best SD, in tokens/s; `best`
-    of the same shape says which of the three is first. The point (`acceptance`, `ratio`, `batch_size`) is the system's
+    """`gain` (batches, ratios, acceptances) is the best SSD over the better of AR and the best SD, in tokens/s,
+    `sd_over_ar` of the same shape the best SD over AR. The point (`acceptance`, `ratio`, `batch_size`) is the system's
     own."""
 
     acceptances: tuple[float, ...]

@@ -9,7 +9,6 @@ import pytest
 
 from sim.latency import LatencyModel
 from sim.parametric import HitCurve, ParametricAgreement
-from sim.policy import Fallback
 from sim.scaled import scaled_agreement
 from sim.search import search
 from sim.search_space import COMPLETE, FIRST_DRAFT, SearchSpace, mean_acceptance
@@ -144,4 +143,3 @@ def test_curves_of_a_record_are_those_it_missed():
     assert curve.hit_rate(1) == 0 and mean_acceptance(record) == pytest.approx(0.5)
     fit = hit_curve(record_of(*markov(3), num_prompts=40, length=40, seed=1), Source.HIT, rejected=True)
     assert 0 < fit.prefactor <= 1.5 and fit.exponent > 0
-    assert Fallback.DRAFT in SPACE.fallbacks
