@@ -26,7 +26,7 @@ from sim.agreement import AgreementRecord
 from sim.latency import NUM_RESIDUALS, LatencyModel, OperationLatency
 from sim.policy import Fallback, Policy, SpeculativeSpeculative, uniform_fan_out
 from sim.recursion import expectations
-from sim.search import SearchSpace, candidates
+from sim.search_space import SearchSpace, candidates
 from sim.streams import replication_seeds
 from sim.system import HostTerm, System
 from sim.trace import Lane, Operation

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from experiments.config import ExperimentConfig
     from experiments.planning import Plan
+    from experiments.searching import Answer
     from experiments.uncertainty import Uncertainty
+    from sim.search_space import SearchSpace
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -61,6 +63,10 @@ PlanSource = Annotated[
         metavar="SYSTEM|NUMBERS",
         help="system.json, as `saguaro fit` writes it, or a YAML file of numbers (see configs/from_numbers.yaml).",
     ),
+]
+SearchConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Experiment file whose `search` section to use with a system.json."),
 ]
 PolicyText = Annotated[
     str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
@@ -215,61 +221,159 @@ def simulate(
 @app.command()
 def search(
     source: PlanSource,
-    config_file: Annotated[
-        Path | None,
-        typer.Option("--config", help="Experiment file whose `search` section to use with a system.json."),
-    ] = None,
+    config_file: SearchConfigFile = None,
     engine: Annotated[
         Engine | None,
         typer.Option("--engine", help="exact unless given; vectorized where prompts are decoded together."),
     ] = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="tokens_per_s, throughput, throughput_per_device or goodput.")
+    ] = "tokens_per_s",
     batch_size: BatchSize = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option("--batch-sizes", help="1,2,4: search each, and show latency against throughput.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option("--slo-tpot-ms", min=0, help="Time per token that every row must keep.")
+    ] = None,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option("--slo-ttft-ms", min=0, help="Time to the first token that goodput counts.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=1e-9, help="Of goodput: requests per second (Poisson).")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, help="Of goodput, instead: clients at any time.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Of goodput: rows decoded together.")] = 1,
+    requests: Annotated[int, typer.Option("--requests", min=10, help="Of goodput: how many are served.")] = 2000,
+    what_if: Annotated[bool, typer.Option("--sensitivity", help="What if a measured quantity is 10 % wrong?")] = False,
+    map_file: Annotated[
+        Path | None, typer.Option("--map", help="Write a figure (SVG) of where SSD wins, ties and loses.")
+    ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--num-workers", min=1, help="Processes, used once it pays; the cores unless given; 1: none."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Run on the Dask cluster whose scheduler has this address.")
+    ] = None,
     beyond: BeyondProfile = None,
     draws: Draws = 40,
     seed: DrawSeed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Rank policies by predicted tokens/s: the best SSD and SD of every speculation length, and AR.
+    """Rank policies and recommend the simplest of the best: the best SSD and SD of every speculation length, and AR.
 
     From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
     """
-    from experiments.config import QUICKSTART, load_config
-    from experiments.planning import best_engine, read_plan
-    from experiments.run import search_space
-    from experiments.uncertainty import uncertainty
-    from sim.search import search as search_policies
+    from experiments import searching
+    from experiments.planning import read_plan
+    from experiments.served import load_of
+    from sim.objective import Objective
+    from sim.serving import Slo
+    from sim.workers import Workers, num_cores
 
+    if objective not in list(Objective):
+        raise BadInput("--objective", f"must be one of {', '.join(Objective)}", objective)
+    has_load = rate is not None or concurrency is not None
     plan = read_plan(source, batch_size, beyond)
+    space = _space_of(plan, config_file)
+    question = searching.Question(
+        space=space,
+        objective=Objective(objective),
+        batch_sizes=searching.parse_batch_sizes(batch_sizes),
+        slo=Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms))),
+        load=load_of(rate, concurrency, max_batch, requests) if has_load else None,
+        engine=engine,
+        seed=seed,
+        num_draws=draws,
+        with_sensitivity=what_if,
+        with_map=map_file is not None,
+        workers=Workers(num_workers or num_cores(), cluster),
+    )
+    _print_basis(plan)
+    answer = searching.answer(question, plan)
+    if map_file is not None and answer.win_map is not None:
+        from experiments.figures import win_map
+
+        win_map(answer.win_map.to_dict(), map_file)
+    if as_json:
+        print(json.dumps(answer.to_dict(plan), indent=1))
+        return
+    _print_answer(answer)
+
+
+def _space_of(plan: Plan, config_file: Path | None) -> SearchSpace:
+    from experiments.config import QUICKSTART, load_config
+    from experiments.run import search_space
+
     if plan.search is not None and config_file is not None:
         raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-    _print_basis(plan)
-    space = search_space(plan.search or load_config(config_file or QUICKSTART).search)
-    engine_name = engine or best_engine(plan.workload, plan.system)
-    found = search_policies(space, plan.workload, plan.system, engine=engine_name, seed=seed)
-    moved = None
-    if plan.numbers is not None and plan.numbers.ranges and draws:
-        moved = uncertainty(plan.numbers, found.best_of_each_length(), draws, seed)
-    if as_json:
-        ranked = [prediction.to_dict() for prediction in found.ranked]
-        infeasible = [{"name": policy.name, "reason": reason} for policy, reason in found.infeasible]
-        answer = {
-            "num_policies": found.num_policies,
-            "recommended": ranked[0],
-            "ranked": ranked,
-            "infeasible": infeasible,
-            "assumptions": list(plan.assumptions),
-            "uncertainty": None if moved is None else moved.to_dict(),
-        }
-        print(json.dumps(answer, indent=1))
-        return
-    _print_predictions(found.best_of_each_length(), as_json=False)
+    return search_space(plan.search or load_config(config_file or QUICKSTART).search)
+
+
+def _print_answer(answer: Answer) -> None:
+    from experiments.searching import FOUND_HEAD, FRONT_HEAD, SENSITIVITY_HEAD, found_rows, front_rows, sensitivity_rows
+    from experiments.served import SERVED_HEAD, served_row
+
+    console, found = _console(as_json=False), answer.found
+    if len(answer.batches.points) > 1:
+        _print_table(FRONT_HEAD, front_rows(answer.batches), console)
+    for size, reason in answer.batches.refused.items():
+        print(f"batches of {size}: {reason}", file=sys.stderr)
+    _print_table(FOUND_HEAD, found_rows(found), console)
+    for note in dict.fromkeys(note for prediction in found.best_of_each_length() for note in prediction.notes):
+        print(note, file=sys.stderr)
+    if answer.goodput is not None:
+        _print_table(SERVED_HEAD, [served_row(report) for report in answer.goodput.ranked], console)
     if found.infeasible:
         policy, reason = found.infeasible[0]
         num = len(found.infeasible)
         print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
-    if moved is not None:
-        _print_uncertainty(moved)
-    print(f"{found.num_policies} policies compared; best: {found.recommended.policy.name}", file=sys.stderr)
+    if answer.moved is not None:
+        _print_uncertainty(answer.moved)
+    if answer.sensitivity is not None:
+        _print_table(SENSITIVITY_HEAD, sensitivity_rows(answer.sensitivity), console)
+    print(f"{found.num_policies} policies: {found.stopped}", file=sys.stderr)
+    console.print(answer.in_words(), highlight=False, markup=False)
+
+
+@app.command("export")
+def export_(
+    source: PlanSource,
+    engine: Annotated[str, typer.Option("--to", help="ssd, vllm or sglang.")],
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Policy file (YAML), or inline; what `search` recommends unless given."),
+    ] = None,
+    config_file: SearchConfigFile = None,
+    batch_size: BatchSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """The recommended policy, or a given one, as settings of another engine; says what cannot be told to it."""
+    from experiments.exports import Engine as Exported
+    from experiments.exports import export
+    from experiments.planning import best_engine, read_plan
+    from experiments.policies import load_policy
+    from sim.search import search as search_policies
+
+    if engine not in list(Exported):
+        raise BadInput("--to", f"must be one of {', '.join(Exported)}", engine)
+    plan = read_plan(source, batch_size)
+    if policy is not None and config_file is not None:
+        raise BadInput("--config", "says what to search; it is not searched where --policy is given")
+    _print_basis(plan)
+    workload, system = plan.workload, plan.system
+    if policy is None:
+        space = _space_of(plan, config_file)
+        found = search_policies(space, workload, system, engine=best_engine(workload, system))
+        print(found.in_words(), file=sys.stderr)
+    wanted = found.recommended.policy if policy is None else load_policy(policy, plan)
+    exported = export(wanted, Exported(engine), temperature=workload.temperature, batch_size=workload.batch_size)
+    for line in exported.not_expressed:
+        print(f"not expressed: {line}", file=sys.stderr)
+    print(json.dumps(exported.to_dict(), indent=1) if as_json else exported.command)
 
 
 @app.command("import")
@@ -496,6 +600,21 @@ def bench_sim(
         if isinstance(value, int | float)
     ]
     _print_table(("figure", "value"), rows, console)
+
+
+@bench_app.command("search")
+def bench_search(as_json: AsJson = False) -> None:
+    """Seconds of an exhaustive search of over a thousand policies, with one worker and with all cores."""
+    from experiments import search_benchmark
+
+    console = _console(as_json=as_json)
+    figures = search_benchmark.bench_search(lambda doing: console.print(doing, highlight=False))
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    runs = [figures[name] for name in ("one_worker", "all_workers")]
+    rows = [(str(run["num_workers"]), str(run["num_policies"]), f"{run['seconds']:.1f}") for run in runs]
+    _print_table(("workers", "policies", "seconds"), rows, console)
 
 
 @bench_app.command("executor")

@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
 from sim.trace import Lane, Operation, Round, Source, Span, Trace
+
+FloatArray = NDArray[np.float64]
 
 # Lightness rises from dark to light and every operation has its own hatch.
 LOOKS: dict[Operation, tuple[str, str]] = {
@@ -164,3 +169,36 @@ def _mark_round(axes: Axes, r: Round, origin_s: float) -> None:
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasSVG(figure).print_svg(str(path))
+
+
+def win_map(found: Mapping[str, Any], path: Path) -> None:
+    """Where SSD wins, ties and loses, a panel for each batch size, from `WinMap.to_dict`; a star is the system's own
+    point. Regions have hatches of their own, and lines of equal gain are labelled."""
+    sizes = found["batch_sizes"]
+    figure = Figure(figsize=(1.0 + 3.0 * len(sizes), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axes, size, gain in zip(panels, sizes, found["gain"], strict=True):
+        _draw_regions(axes, found, np.asarray(gain))
+        axes.set_title(f"batch {size}", loc="left", fontsize=10)
+        axes.set_xlabel("acceptance")
+        if size == found["own"]["batch_size"]:
+            place = found["own"]["acceptance"], found["own"]["draft_over_verify"]
+            axes.plot(*place, marker="*", markersize=16, color="white", markeredgecolor="black", clip_on=False)
+    panels[0].set_ylabel("draft step / verification")
+    looks = [("SSD wins", "white", "///"), ("tie", "#c8c8c8", ""), ("SSD loses", "#808080", "...")]
+    handles = [Patch(facecolor=colour, edgecolor="black", hatch=hatch, label=name) for name, colour, hatch in looks]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    _save(figure, path)
+
+
+def _draw_regions(axes: Axes, found: Mapping[str, Any], gain: FloatArray) -> None:
+    x, y, tie = found["acceptances"], found["draft_over_verify"], found["tie"]
+    edges = [0.0, 1 - tie, 1 + tie, np.inf]
+    axes.contourf(
+        x, y, gain, edges, colors=["#808080", "#c8c8c8", "white"], hatches=["...", "", "///"], extend="neither"
+    )
+    lines = axes.contour(x, y, gain, [0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0], colors="black", linewidths=0.8)
+    axes.clabel(lines, fmt="%gx", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xlim(min(x), max(x))
+    axes.set_ylim(min(y), max(y))

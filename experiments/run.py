@@ -53,7 +53,8 @@ from experiments.stages import Stages
 from sim.errors import RunFailed
 from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
-from sim.search import SearchResult, SearchSpace, search
+from sim.search import SearchResult, search
+from sim.search_space import SearchSpace
 from sim.simulate import cross_check, predict_all, simulate
 from sim.system import System
 from sim.trace import Trace

@@ -128,7 +128,7 @@ class Uncertainty:
 
 
 def uncertainty(numbers: Numbers, stated: Sequence[Prediction[Policy]], num_draws: int, seed: int) -> Uncertainty:
-    """Predict the policies of `stated`, fastest first, again in `num_draws` draws of the numbers' ranges.
+    """Predict the policies of `stated`, the recommended one first, again in `num_draws` draws of the numbers' ranges.
 
     Draws are predicted by the exact engine; where `stated` is of another one, which knows the ends of batches, they are
     scaled to it. Raises `BadInput` if the ranges allow what is impossible.

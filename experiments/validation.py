@@ -38,7 +38,7 @@ from sim.errors import BadInput
 from sim.metrics import Estimate, decode_totals, speedup
 from sim.parametric import ParametricAgreement
 from sim.policy import Autoregressive, Policy, Proposer, SpeculativeSpeculative, policy_from_dict
-from sim.search import candidates
+from sim.search_space import candidates
 from sim.simulate import Prediction, predict, predicted_speedup
 from sim.system import HostTerm, System
 from sim.trace import Lane, Source, Trace

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class Agreement(ABC):
     @property
     def num_prompts(self) -> int:
         return len(self.prompt_length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was computed along the way stays behind: it is larger than the record, and made again in no time."""
+        known = {entry.name for entry in fields(self)} if is_dataclass(self) else vars(self).keys()
+        return {name: value for name, value in vars(self).items() if name in known}
 
     @property
     def repeated_prompts(self) -> list[list[int]]:

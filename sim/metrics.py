@@ -51,15 +51,15 @@ def bootstrap(statistic: Callable[[FloatArray], FloatArray], n: int) -> tuple[fl
     how often each was drawn, to (num_bootstrap,) values; the total of a figure is weights @ figure."""
     if n < 2:
         return -np.inf, np.inf
-    values = statistic(_weights(n))
+    values = statistic(bootstrap_weights(n))
     defined = values[~np.isnan(values)]
     low, high = np.percentile(defined, [2.5, 97.5])
     return float(low), float(high)
 
 
 @lru_cache(maxsize=16)
-def _weights(n: int) -> FloatArray:
-    """The same draws for every figure of as many batches."""
+def bootstrap_weights(n: int) -> FloatArray:
+    """(num_bootstrap, n) how often each of n batches was drawn: the same draws for every figure of as many batches."""
     picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, n, size=(NUM_BOOTSTRAP, n))
     weights = np.zeros((NUM_BOOTSTRAP, n))
     np.add.at(weights, (np.arange(NUM_BOOTSTRAP)[:, None], picks), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,15 @@ class Rate:
 
     `half_width` is that of the 95 % interval for the mean over seeds, on the same texts: what more replications would
     make smaller. It is infinite with one replication. `reached_ceiling` says that replications ended before the half
-    width asked for was reached.
+    width asked for was reached. `totals` (2, num_replications) are tokens and seconds of each, in the order of the
+    seeds: policies under one seed meet the same luck, and are compared replication by replication.
     """
 
     tokens_per_s: float
     half_width: float
     num_replications: int
     reached_ceiling: bool = False
+    totals: FloatArray | None = field(default=None, compare=False, repr=False)
 
     @property
     def relative_half_width(self) -> float:
@@ -51,12 +53,16 @@ class Rate:
         """Of tokens/s; infinite with one replication."""
         if self.num_replications < 2:
             return math.inf
-        return self.half_width / _student_quantile(self.num_replications - 1)
+        return self.half_width / student_quantile(self.num_replications - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: an infinite half width is None."""
-        data = asdict(self)
-        return {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in data.items()}
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "half_width": self.half_width if math.isfinite(self.half_width) else None,
+            "num_replications": self.num_replications,
+            "reached_ceiling": self.reached_ceiling,
+        }
 
 
 def rate_of(tokens: ArrayLike, seconds: ArrayLike) -> Rate:
@@ -71,11 +77,12 @@ def rate_of(tokens: ArrayLike, seconds: ArrayLike) -> Rate:
         raise BadInput("seconds", f"must be as many as the tokens, {n}", len(seconds))
     if not seconds.sum() > 0:
         return Rate(0.0, 0.0 if n > 1 else math.inf, n)
+    totals = np.stack([tokens, seconds])
     rate = float(tokens.sum() / seconds.sum())
     if n < 2:
-        return Rate(rate, math.inf, n)
+        return Rate(rate, math.inf, n, totals=totals)
     error = float(np.std(tokens - rate * seconds, ddof=1)) / math.sqrt(n) / float(seconds.mean())
-    return Rate(rate, _student_quantile(n - 1) * error, n)
+    return Rate(rate, student_quantile(n - 1) * error, n, totals=totals)
 
 
 def _totals(name: str, given: ArrayLike) -> FloatArray:
@@ -128,11 +135,11 @@ def _stopped_by_ceiling(rate: Rate, relative_half_width: float) -> Rate:
         CeilingReached,
         stacklevel=3,
     )
-    return Rate(rate.tokens_per_s, rate.half_width, rate.num_replications, reached_ceiling=True)
+    return replace(rate, reached_ceiling=True)
 
 
-def _student_quantile(degrees_of_freedom: int) -> float:
-    """The value that Student's t exceeds with probability 2.5 %."""
+def student_quantile(degrees_of_freedom: int, tail: float = 0.025) -> float:
+    """The value that Student's t exceeds with probability `tail`."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees_of_freedom, 0.975))
+    return float(stdtrit(degrees_of_freedom, 1 - tail))

@@ -1,209 +1,329 @@
-"""Policy search: candidates of a space from the agreement record, without those that cannot run, ranked."""
+"""Policy search: the candidates of a space predicted, ranked, and told apart as far as the data can."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, product
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
-from sim.agreement import Agreement
-from sim.errors import BadInput, require_count, require_number
-from sim.policy import (
-    Autoregressive,
-    Drafting,
-    Fallback,
-    LateBuild,
-    Policy,
-    Proposer,
-    Speculative,
-    SpeculativeSpeculative,
-    exact_fan_out,
-    geometric_fan_out,
-    uniform_fan_out,
-)
-from sim.recursion import outcome_hit_mass
-from sim.replay import SOURCES
+from sim.errors import BadInput, require_number
+from sim.objective import Objective, tpot_s
+from sim.parametric import ParametricAgreement
+from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.replications import CEILING, RELATIVE_HALF_WIDTH
+from sim.search_space import SearchSpace, candidates
 from sim.simulate import Prediction, predict, predict_all
 from sim.streams import replication_seeds
 from sim.system import System
-from sim.trace import Source
+from sim.ties import Contrast, contrasts, simplicity
+from sim.workers import HERE, Workers
 from sim.workload import Workload
 
-FanOut = tuple[int, ...]
 Predictions = list[Prediction[Policy]]
 Refused = list[tuple[Policy, str]]  # each with the reason
+Screened = tuple[Predictions, Refused]
 
-WIDEST_FITTED = 128  # fan-outs beyond it do not enter the fitted exponent
-FAN_OUT_RULES = ("uniform", "geometric", "exact")
-FIRST_DRAFT = Drafting(Proposer.DRAFT_MODEL, 1, (), Source.HIT)
-COMPLETE = Drafting(Proposer.DRAFT_MODEL, 0, (), Source.HIT)
 KINDS: dict[str, type] = {"ar": Autoregressive, "sd": Speculative, "ssd": SpeculativeSpeculative}
 NUM_FINALISTS = 8  # of a sampled search: run again, with other numbers than those that brought them to the top
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """Every combination is a candidate; AR, and SD at every K, are added. A budget is the sum of a fan-out list.
-
-    Fan-out rules: `uniform` spreads the budget evenly, `geometric` is Theorem 12 with one acceptance and one exponent
-    of the record. `exact` is the list that makes the look-up after a round succeed most often (Theorem 18 with measured
-    curves, greedy): of rounds that start anywhere in the texts alike, for each source with the curves of whoever drafts
-    its rounds, the draft model after a hit and the fallback after a miss. It is the best for one look-up and not for
-    tokens/s: where rounds of a source start depends on the policy, and a branch costs time. Where the draft is
-    down-weighted, what is prepared changes what is drafted: candidates are the lists of plain sampling and those of
-    curves whose point F has F prepared everywhere, neither of them surely the best.
-
-    A single value stands for a list of one. Raises `BadInput` on an empty list and on a value outside its domain.
-    """
-
-    speculation_lengths: tuple[int, ...]
-    budgets: tuple[int, ...]
-    fan_out_rules: tuple[str, ...] = FAN_OUT_RULES
-    fallbacks: tuple[Fallback, ...] = (Fallback.DRAFT, Fallback.NONE)
-    downweights: tuple[float, ...] = (1.0,)
-    on_late_builds: tuple[LateBuild, ...] = (LateBuild.WAIT,)
-
-    def __post_init__(self) -> None:
-        for name, converted in _CONVERTED.items():
-            given = getattr(self, name)
-            values = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-            object.__setattr__(self, name, tuple(dict.fromkeys(converted(name, value) for value in values)))
-            if not getattr(self, name):
-                raise BadInput(name, "must have at least one entry")
-
-
-def _count(name: str, value: object) -> int:
-    return require_count(name, value, 0)
-
-
-def _one_of(words: Iterable[str]) -> Callable[[str, object], str]:
-    known = {str(word): word for word in words}
-
-    def converted(name: str, value: object) -> str:
-        if not isinstance(value, str) or value not in known:
-            raise BadInput(name, f"must be among {', '.join(known)}", value)
-        return known[value]
-
-    return converted
-
-
-_CONVERTED: dict[str, Callable[[str, object], object]] = {
-    "speculation_lengths": _count,
-    "budgets": _count,
-    "fan_out_rules": _one_of(FAN_OUT_RULES),
-    "fallbacks": _one_of(Fallback),
-    "downweights": lambda name, value: require_number(name, value, 0, 1, above=True),
-    "on_late_builds": _one_of(LateBuild),
-}
+SAMPLED_TOGETHER = 8  # policies of a sampled engine that one worker predicts before it is given others
+LARGEST_ENUMERATED = 5000  # combinations of a space; of larger ones Optuna chooses which are evaluated
+ALL_EVALUATED = "every policy of the space was evaluated"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All predictions, fastest first; equal ones keep the order AR, SD, SSD by K and budget.
+    """All predictions, best first; equal ones stand as `sim.ties.simplicity` has them.
+
+    `ties` are the policies that are not significantly worse than the first, and `recommended` is the simplest of them:
+    where there is no significant difference, that is the answer. `contrasts` set every policy beside the first.
+    `infeasible` are candidates that cannot run, cannot be predicted or are too slow, each with the reason. Of
+    `num_combinations` in the space those of `ranked` and `infeasible` were evaluated, and `stopped` says why no others.
 
     Figures of a sampled engine: the first of many is also the luckiest, so its finalists (`search`) were run again with
-    other numbers, and only these figures are reported of them. A rate that was not confirmed so never goes before the
-    recommended one. `infeasible` are candidates that cannot run or cannot be predicted, each with the reason.
+    other numbers, and only these figures are reported of them. A rate that was not confirmed so never goes before one
+    that was, and is not recommended.
     """
 
     ranked: Predictions
-    infeasible: Refused = field(default_factory=list)
+    infeasible: Refused
+    contrasts: dict[Policy, Contrast]
+    recommended: Prediction[Policy]
+    batch_size: int
+    objective: Objective
+    num_combinations: int
+    stopped: str = ALL_EVALUATED
+    confirmed: frozenset[Policy] = field(default=frozenset())  # those of a sampled engine that ran again
 
     @property
     def num_policies(self) -> int:
         return len(self.ranked) + len(self.infeasible)
 
     @property
-    def recommended(self) -> Prediction[Policy]:
+    def fastest(self) -> Prediction[Policy]:
         return self.ranked[0]
 
+    @property
+    def ties(self) -> Predictions:
+        """Those no worse than the first as far as the data can tell, the first among them."""
+        return [prediction for prediction in self.ranked if self.contrasts[prediction.policy].is_tie]
+
     def best_of_each_length(self) -> Predictions:
-        """The fastest of each kind and speculation length, fastest first."""
+        """The fastest of each kind and speculation length, and the recommended policy, best first."""
         first: dict[tuple[type, int], Prediction[Policy]] = {}
         for prediction in self.ranked:
             first.setdefault((type(prediction.policy), prediction.policy.speculation_length), prediction)
-        return list(first.values())
+        chosen = {prediction.policy for prediction in [*first.values(), self.recommended]}
+        return [prediction for prediction in self.ranked if prediction.policy in chosen]
 
     def best(self, kind: str) -> Prediction[Policy]:
-        """Fastest prediction of a kind: `ar`, `sd` or `ssd`. Raises `BadInput` if none is left, with a reason."""
+        """Of a kind, `ar`, `sd` or `ssd`: the recommended policy if it is one, else the fastest. Raises `BadInput` if
+        none is left, with a reason."""
         if kind not in KINDS:
             raise BadInput("kind", f"must be one of {', '.join(KINDS)}", kind)
-        found = next((p for p in self.ranked if isinstance(p.policy, KINDS[kind])), None)
+        found = next((p for p in [self.recommended, *self.ranked] if isinstance(p.policy, KINDS[kind])), None)
         if found is None:
             reasons = (f"{policy.name}: {why}" for policy, why in self.infeasible if isinstance(policy, KINDS[kind]))
             raise BadInput(f"policies of kind {kind}", f"none can be chosen; {next(reasons, 'the space has none')}")
         return found
 
+    def in_words(self) -> str:
+        """The answer in a sentence, and how much it leaves."""
+        policy, ties = self.recommended.policy, self.ties
+        if len(ties) == 1:
+            has_noise = any(contrast.num_samples for contrast in self.contrasts.values())
+            how = "significantly so" if has_noise else "by rates that are exact for what was stated"
+            return f"{policy.name} is the best of {self.num_policies} policies, {how}"
+        contrast = self.contrasts[policy]
+        shortfall = f"{100 * (1 - contrast.ratio):.1f} %"
+        if policy == self.fastest.policy:
+            return (
+                f"{policy.name} is the fastest and the simplest of {len(ties)} policies without significant difference"
+            )
+        if contrast.num_samples == 1:
+            return f"no significant difference can be shown from one prompt or batch: {policy.name} is the simplest"
+        return (
+            f"no significant difference between {len(ties)} policies: {policy.name} is the simplest of them,"
+            f" {shortfall} behind the first, {self.fastest.policy.name}"
+        )
+
 
 def search(
-    space: SearchSpace, workload: Workload, system: System, *, engine: str = "exact", seed: int = 0
+    space: SearchSpace,
+    workload: Workload,
+    system: System,
+    *,
+    engine: str = "exact",
+    seed: int = 0,
+    objective: Objective = Objective.TOKENS_PER_S,
+    slo_tpot_s: float = math.inf,
+    workers: Workers = HERE,
+    largest_enumerated: int = LARGEST_ENUMERATED,
 ) -> SearchResult:
-    """Predict every candidate of the space that can run, and rank by tokens/s; by the exact engine unless told
-    otherwise.
+    """Predict every candidate of the space that can run, rank by the objective, and find out which are as good as the
+    first; by the exact engine unless told otherwise.
 
-    With a sampled engine the `NUM_FINALISTS` fastest and the fastest of every kind run again, with fresh seeds and
-    until tokens/s is known to half the usual half width.
+    With a sampled engine the `NUM_FINALISTS` best and the best of every kind run again, with fresh seeds and until
+    tokens/s is known to half the usual half width; so does a simpler policy that ties with them. All policies meet the
+    same luck: they have common seeds and prompts, over which they are compared in pairs.
 
-    A candidate that the engine refuses is infeasible. What refuses AR, which asks for least, refuses all: this raises
-    `BadInput`, as do devices without room for AR.
+    Of spaces with more than `largest_enumerated` combinations Optuna chooses which are evaluated (`sim.trials`).
+
+    A candidate that the engine refuses is infeasible, and one whose rows take more than `slo_tpot_s` per token. What
+    refuses AR, which asks for least, refuses all: this raises `BadInput`, as do devices without room for AR, and a
+    promise that no policy keeps.
     """
-    policies = candidates(space, system.agreement)
-    feasible, infeasible = _by_feasibility(policies, workload, system)
-    if not feasible:
-        raise BadInput("memory", f"no policy fits; {infeasible[0][0].name}", infeasible[0][1])
-    if engine == "exact":
-        ranked, refused = _search_exactly(feasible, workload, system)
+    judge = _Judge(workload, system, engine, seed, Objective(objective), workers)
+    slo_tpot_s = require_number("slo_tpot_s", slo_tpot_s, 0, math.inf, above=True)
+    if space.num_combinations > largest_enumerated:
+        from sim.trials import chosen_by_trials
+
+        predictions, infeasible, stopped = chosen_by_trials(space, judge.screen, judge.merit, system.agreement, seed)
     else:
-        ranked, refused = _search_by_samples(feasible, workload, system, engine, seed)
-    return SearchResult(ranked, infeasible + refused)
+        (predictions, infeasible), stopped = judge.screen(candidates(space, system.agreement)), ALL_EVALUATED
+    in_time, too_slow = _by_promise(predictions, workload.batch_size, slo_tpot_s)
+    ranking = judge.judged(in_time)
+    return SearchResult(
+        ranked=ranking.ranked,
+        infeasible=infeasible + too_slow,
+        contrasts=ranking.contrasts,
+        recommended=ranking.recommended,
+        batch_size=workload.batch_size,
+        objective=judge.objective,
+        num_combinations=space.num_combinations,
+        stopped=stopped,
+        confirmed=frozenset(ranking.confirmed),
+    )
 
 
-def _search_exactly(policies: list[Policy], workload: Workload, system: System) -> tuple[Predictions, Refused]:
-    def run(some: list[Policy]) -> Predictions:
-        return predict_all(some, workload, system)
-
-    ar = run(policies[:1])
-    others, refused = _predicted(policies[1:], run)
-    return _ranked([*ar, *others], policies), refused
-
-
-def _search_by_samples(
-    policies: list[Policy], workload: Workload, system: System, engine: str, seed: int
-) -> tuple[Predictions, Refused]:
-    def run(some: list[Policy]) -> Predictions:
-        return [predict(policy, workload, system, engine=engine, seed=seed) for policy in some]
-
-    def run_again(policy: Policy) -> Prediction[Policy]:
-        half_width = RELATIVE_HALF_WIDTH / 2
-        return predict(policy, workload, system, engine=engine, seed=fresh, relative_half_width=half_width)
-
-    (fresh,) = replication_seeds(seed, 1, first=CEILING)  # no run before can have come to it
-    predictions, refused = run(policies[:1]), []
-    for policy in policies[1:]:
-        of_one, reasons = _predicted([policy], run)
-        predictions += of_one
-        refused += reasons
-    ranked = _ranked(predictions, policies)
-    finalists = _finalists(ranked)
-    others = [prediction for prediction in ranked if prediction.policy not in finalists]
-    return _ranked([run_again(policy) for policy in finalists], policies, unconfirmed=others), refused
+def _by_promise(predictions: Predictions, batch_size: int, slo_tpot_s: float) -> Screened:
+    """Those that are quick enough for every row, and the others."""
+    in_time, too_slow = [], []
+    for prediction in predictions:
+        if tpot_s(prediction, batch_size) <= slo_tpot_s:
+            in_time.append(prediction)
+        else:
+            took = f"{1e3 * tpot_s(prediction, batch_size):.3g} ms per token, {1e3 * slo_tpot_s:.3g} are promised"
+            too_slow.append((prediction.policy, took))
+    if not in_time:
+        quickest = min(tpot_s(prediction, batch_size) for prediction in predictions)
+        rule = f"is kept by no policy; the quickest takes {quickest:.4g} s per token"
+        raise BadInput("slo_tpot_s", rule, slo_tpot_s)
+    return in_time, too_slow
 
 
-def _predicted(policies: list[Policy], run: Callable[[list[Policy]], Predictions]) -> tuple[Predictions, Refused]:
+@dataclass(frozen=True)
+class _Ranking:
+    ranked: Predictions
+    contrasts: dict[Policy, Contrast]
+    recommended: Prediction[Policy]
+    confirmed: dict[Policy, Prediction[Policy]]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """How candidates are predicted, compared and run again."""
+
+    workload: Workload
+    system: System
+    engine: str
+    seed: int
+    objective: Objective
+    workers: Workers
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.engine != "exact"
+
+    def weight(self, policy: Policy) -> float:
+        return self.objective.weight(policy, self.system, self.workload.batch_size)
+
+    def merit(self, prediction: Prediction[Policy]) -> float:
+        """What is maximised."""
+        return prediction.tokens_per_s.value * self.weight(prediction.policy)
+
+    # ------------------------------------------------------------------------------------------------------ screening
+
+    def screen(self, policies: list[Policy]) -> Screened:
+        """Predictions of those that fit and that the engine knows, and the others. AR first: it is refused for all."""
+        feasible, infeasible = self._by_feasibility(policies)
+        if not feasible:
+            raise BadInput("memory", f"no policy fits; {infeasible[0][0].name}", infeasible[0][1])
+        run = partial(_run, self.workload, self.system, self.engine, self.seed)
+        first = [run(feasible[:1])] if isinstance(feasible[0], Autoregressive) else []
+        parts = self.workers.map(partial(_screened, run=run), self._pieces(feasible[len(first) :]))
+        predictions = list(chain.from_iterable([*first, *(part[0] for part in parts)]))
+        index = {policy: number for number, policy in enumerate(feasible)}
+        predictions.sort(key=lambda prediction: index[prediction.policy])
+        return predictions, infeasible + list(chain.from_iterable(part[1] for part in parts))
+
+    def _pieces(self, policies: list[Policy]) -> list[list[Policy]]:
+        """Whatever the number of workers: policies of one length share their laws, the longest take longest; those of a
+        sampled engine share nothing."""
+        by_length: dict[int, list[Policy]] = {}
+        for policy in policies:
+            by_length.setdefault(policy.speculation_length, []).append(policy)
+        pieces = [by_length[K] for K in sorted(by_length, reverse=True)]
+        if not self.is_sampled:
+            return pieces
+        size = SAMPLED_TOGETHER
+        return [piece[start : start + size] for piece in pieces for start in range(0, len(piece), size)]
+
+    def _by_feasibility(self, policies: list[Policy]) -> tuple[list[Policy], Refused]:
+        system, workload = self.system, self.workload
+        longest = int(system.agreement.prompt_length.max()) + workload.max_new_tokens
+        sampled = workload.temperature > 0
+        feasible: list[Policy] = []
+        infeasible: Refused = []
+        for policy in policies:
+            reason = system.memory.why_infeasible(
+                policy, workload.batch_size, longest, system.placement, sampled=sampled
+            )
+            if reason is None:
+                feasible.append(policy)
+            else:
+                infeasible.append((policy, reason))
+        return feasible, infeasible
+
+    # ------------------------------------------------------------------------------------------------------- judgement
+
+    def judged(self, screened: Predictions) -> _Ranking:
+        """Rank, confirm the finalists of a sampled engine, and recommend the simplest of the best."""
+        first_figures = {prediction.policy: prediction for prediction in screened}
+        confirmed = self._again(_finalists(self._ranked(screened))) if self.is_sampled else dict(first_figures)
+        while True:
+            others = [prediction for prediction in screened if prediction.policy not in confirmed]
+            ranked = self._ranked(list(confirmed.values()), others)
+            beside = self._contrasts(ranked, first_figures, confirmed)
+            simplest = min((p for p in ranked if beside[p.policy].is_tie), key=lambda p: simplicity(p.policy))
+            if simplest.policy in confirmed:
+                return _Ranking(ranked, beside, simplest, confirmed if self.is_sampled else {})
+            confirmed |= self._again([simplest.policy])
+
+    def _again(self, policies: list[Policy]) -> dict[Policy, Prediction[Policy]]:
+        """With seeds that no run before can have come to, twice as sure."""
+        (fresh,) = replication_seeds(self.seed, 1, first=CEILING)
+        run = partial(_run_again, self.workload, self.system, self.engine, fresh)
+        return dict(zip(policies, self.workers.map(run, policies), strict=True))
+
+    def _contrasts(
+        self,
+        ranked: Predictions,
+        first_figures: dict[Policy, Prediction[Policy]],
+        confirmed: dict[Policy, Prediction[Policy]],
+    ) -> dict[Policy, Contrast]:
+        """Confirmed policies by their confirmed figures, the others by those of the first run, in which they and the
+        fastest met the same luck."""
+        fastest = ranked[0].policy
+        found: dict[Policy, Contrast] = {}
+        for figures in (first_figures, confirmed):
+            group = [figures[p.policy] for p in ranked if (p.policy in confirmed) == (figures is confirmed)]
+            weights = [self.weight(prediction.policy) for prediction in [*group, figures[fastest]]]
+            beside = contrasts(
+                group,
+                figures[fastest],
+                weights,
+                num_comparisons=len(ranked) - 1,
+                texts_are_alike=isinstance(self.system.agreement, ParametricAgreement),
+            )
+            found |= {prediction.policy: contrast for prediction, contrast in zip(group, beside, strict=True)}
+        return found
+
+    def _ranked(self, predictions: Predictions, unconfirmed: Sequence[Prediction[Policy]] = ()) -> Predictions:
+        """Best first. Rates that differ by rounding are equal, and the simplest goes first. None that is unconfirmed
+        goes before the best that is confirmed."""
+        best = max(self.merit(prediction) for prediction in predictions)
+
+        def key(prediction: Prediction[Policy], is_confirmed: bool) -> tuple:
+            share = self.merit(prediction) / max(best, 1e-300)
+            return -round(min(1.0, share), 9), not is_confirmed, simplicity(prediction.policy)
+
+        keyed = [(key(p, True), p) for p in predictions] + [(key(p, False), p) for p in unconfirmed]
+        return [prediction for _, prediction in sorted(keyed, key=lambda entry: entry[0])]
+
+
+# ------------------------------------------------------------------------------------------------------ pieces of work
+
+
+def _run(workload: Workload, system: System, engine: str, seed: int, policies: list[Policy]) -> Predictions:
+    return predict_all(policies, workload, system, engine=engine, seed=seed)
+
+
+def _run_again(workload: Workload, system: System, engine: str, seed: int, policy: Policy) -> Prediction[Policy]:
+    half_width = RELATIVE_HALF_WIDTH / 2
+    return predict(policy, workload, system, engine=engine, seed=seed, relative_half_width=half_width)
+
+
+def _screened(policies: list[Policy], run: Callable[[list[Policy]], Predictions]) -> Screened:
     """Predictions together where that can be, since policies share work; apart where one of them is refused."""
-    if not policies:
-        return [], []
     try:
         return run(policies), []
     except BadInput as error:
         if len(policies) == 1:
             return [], [(policies[0], str(error))]
-    predictions, refused = zip(*(_predicted(part, run) for part in _parts(policies)), strict=True)
-    return list(chain.from_iterable(predictions)), list(chain.from_iterable(refused))
+    parts = [_screened(part, run) for part in _parts(policies)]
+    return list(chain.from_iterable(part[0] for part in parts)), list(chain.from_iterable(part[1] for part in parts))
 
 
 def _parts(policies: list[Policy]) -> list[list[Policy]]:
@@ -222,137 +342,6 @@ def _kind_of(policy: Policy) -> object:
 
 
 def _finalists(ranked: Predictions) -> list[Policy]:
-    """The fastest, and the fastest of every kind."""
+    """The best, and the best of every kind."""
     best_of_kind = {type(prediction.policy): prediction for prediction in reversed(ranked)}
     return list(dict.fromkeys(p.policy for p in (*ranked[:NUM_FINALISTS], *best_of_kind.values())))
-
-
-def _ranked(
-    predictions: Predictions, order: list[Policy], unconfirmed: Sequence[Prediction[Policy]] = ()
-) -> Predictions:
-    """Fastest first. Rates that differ by rounding are equal; `order`, simplest first, then decides. None that is
-    unconfirmed goes before the fastest that is confirmed."""
-    fastest = max(p.tokens_per_s.value for p in predictions)
-    index = {policy: number for number, policy in enumerate(order)}
-
-    def key(prediction: Prediction[Policy], is_confirmed: bool) -> tuple[float, bool, int]:
-        share = prediction.tokens_per_s.value / max(fastest, 1e-300)
-        return -round(min(1.0, share), 9), not is_confirmed, index[prediction.policy]
-
-    keyed = [(key(p, True), p) for p in predictions] + [(key(p, False), p) for p in unconfirmed]
-    return [prediction for _, prediction in sorted(keyed, key=lambda entry: entry[0])]
-
-
-def _by_feasibility(policies: list[Policy], workload: Workload, system: System) -> tuple[list[Policy], Refused]:
-    longest = int(system.agreement.prompt_length.max()) + workload.max_new_tokens
-    feasible: list[Policy] = []
-    infeasible: Refused = []
-    for policy in policies:
-        reason = system.memory.why_infeasible(
-            policy, workload.batch_size, longest, system.placement, sampled=workload.temperature > 0
-        )
-        if reason is None:
-            feasible.append(policy)
-        else:
-            infeasible.append((policy, reason))
-    return feasible, infeasible
-
-
-# --------------------------------------------------------------------------------------------------------- candidates
-
-
-def candidates(space: SearchSpace, agreement: Agreement) -> list[Policy]:
-    """Distinct policies of the space: AR, SD by K, then SSD by K and budget."""
-    lengths = [K for K in sorted(space.speculation_lengths) if K > 0]
-    policies: list[Policy] = [Autoregressive(), *(Speculative(K) for K in lengths)]
-    fan_outs = _FanOuts(agreement, max(space.budgets))
-    for K in lengths:
-        policies.extend(_ssd_candidates(space, K, fan_outs))
-    return list(dict.fromkeys(policies))
-
-
-def _ssd_candidates(space: SearchSpace, K: int, fan_outs: _FanOuts) -> Iterator[SpeculativeSpeculative]:
-    for budget, rule in product(sorted(space.budgets), space.fan_out_rules):
-        for fallback, downweight, late in product(space.fallbacks, space.downweights, space.on_late_builds):
-            misses = 0 if fallback is Fallback.NONE else K
-            plain = SpeculativeSpeculative(K, (0,) * (K + 1), (0,) * (misses + 1), fallback, downweight, late)
-            for after_hit, after_miss in fan_outs.pairs(rule, budget, plain):
-                yield replace(plain, fan_out_after_hit=after_hit, fan_out_after_miss=after_miss)
-
-
-class _FanOuts:
-    """Fan-out lists after a hit and after a miss, by rule and budget, for a record."""
-
-    def __init__(self, agreement: Agreement, widest: int) -> None:
-        self.agreement, self.widest = agreement, widest
-        self.acceptance, self.exponent = mean_acceptance(agreement), miss_exponent(agreement)
-        self._curves: dict[Drafting, list[list[float]]] = {}
-
-    def pairs(self, rule: str, budget: int, policy: SpeculativeSpeculative) -> list[tuple[FanOut, FanOut]]:
-        """For the sources of a policy, whatever its own lists are."""
-        hit, miss = (replace(policy.drafting(source), fan_out=()) for source in SOURCES)
-        pairs = [(self._of(rule, budget, hit), self._of(rule, budget, miss))]
-        if rule == "exact" and policy.downweight != 1:
-            plain = [replace(drafting, downweight=1.0) for drafting in (hit, miss)]
-            pairs.insert(0, (self._of(rule, budget, plain[0]), self._of(rule, budget, plain[1])))
-        most = self._most(policy.downweight)
-        return [(_clipped(after_hit, most), _clipped(after_miss, most)) for after_hit, after_miss in pairs]
-
-    def _of(self, rule: str, budget: int, drafting: Drafting) -> FanOut:
-        if rule == "uniform":
-            return uniform_fan_out(drafting.num_drafted, budget)
-        if rule == "geometric":
-            return geometric_fan_out(drafting.num_drafted, budget, self.acceptance, self.exponent)
-        return exact_fan_out(self._curves_of(drafting), budget)
-
-    def _curves_of(self, drafting: Drafting) -> list[list[float]]:
-        if drafting not in self._curves:
-            try:
-                self._curves[drafting] = self._measured(drafting)
-            except BadInput:  # nobody knows how its tokens fare: the engine will refuse the candidate and say why
-                self._curves[drafting] = self._measured(
-                    replace(drafting, proposer=Proposer.DRAFT_MODEL, downweight=1.0)
-                )
-        return self._curves[drafting]
-
-    def _measured(self, drafting: Drafting) -> list[list[float]]:
-        return outcome_hit_mass(
-            self.agreement,
-            drafting.num_drafted,
-            min(self.widest, self._most(drafting.downweight)),
-            drafting.source,
-            downweight=drafting.downweight,
-            proposer=drafting.proposer,
-        ).tolist()
-
-    def _most(self, downweight: float) -> int:
-        """The largest fan-out that the record can say something about; down-weighting looks at one candidate more."""
-        return self.agreement.num_candidates - (downweight != 1)
-
-
-def _clipped(fan_out: FanOut, most: int) -> FanOut:
-    return tuple(min(entry, most) for entry in fan_out)
-
-
-def mean_acceptance(agreement: Agreement) -> float:
-    """Mean acceptance of a first draft token over all positions that rounds can test."""
-    return float(agreement.acceptance_table(0, FIRST_DRAFT)[_testable(agreement)].mean())
-
-
-def miss_exponent(agreement: Agreement) -> float:
-    """r of the best line through log miss(F) = log c - r log F over F = 1, 2, 4, ...; the misses are those of a bonus
-    token drawn from p after full acceptance. At least .01, so that Theorem 12 keeps its meaning."""
-    testable = _testable(agreement)
-    fan_outs = 2 ** np.arange(int(np.log2(min(agreement.num_candidates, WIDEST_FITTED))) + 1)
-    misses = np.array([1 - agreement.hit_table(int(f), 0, COMPLETE, rejected=False)[testable].mean() for f in fan_outs])
-    seen = misses > 1e-12
-    if seen.sum() < 2:
-        return 1.0
-    slope = np.polyfit(np.log(fan_outs[seen]), np.log(misses[seen]), 1)[0]
-    return max(0.01, float(-slope))
-
-
-def _testable(agreement: Agreement) -> NDArray[np.bool_]:
-    """(num_prompts, longest) positions inside the texts but the first, which the prefill emits."""
-    position = np.arange(int(agreement.lengths.max(initial=0)))
-    return (position > 0) & (position < agreement.lengths[:, None])

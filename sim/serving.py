@@ -285,16 +285,16 @@ class ServedRun(Run):
 def _check(policy: Decider, workload: Workload, system: System) -> None:
     if workload.max_new_tokens < 1:
         raise BadInput("workload.max_new_tokens", "must be >= 1 where requests are served", workload.max_new_tokens)
-    lanes = [Lane.TARGET, Lane.DRAFT] if _draws_on_draft(policy) else [Lane.TARGET]
+    lanes = [Lane.TARGET, Lane.DRAFT] if draws_on_draft(policy) else [Lane.TARGET]
     for lane in lanes:
         if (lane, Operation.PREFILL) not in system.latency.operations:
             raise BadInput(f"latency of {lane.value} prefill", "must be profiled to serve requests as they arrive")
 
 
-def _draws_on_draft(policy: Decider) -> bool:
+def draws_on_draft(policy: Decider) -> bool:
     """Whether a draft device is needed; a controller may ask for it."""
     if isinstance(policy, PolicyTable):
-        return any(_draws_on_draft(entry) for _, entry in policy.entries)
+        return any(draws_on_draft(entry) for _, entry in policy.entries)
     if isinstance(policy, (Autoregressive, Speculative, SpeculativeSpeculative)):
         return policy.speculation_length > 0
     return True
@@ -453,8 +453,8 @@ def _report(
     run: ServedRun, load: Load, slo: Slo | None, capacity_per_s: float | None = None, *, is_saturated: bool = False
 ) -> ServingReport:
     tally, placement, is_steady = run.tally, run.system.placement, not is_saturated
-    uses_draft = _draws_on_draft(run.policy)
-    num_devices = placement.num_targets + (placement.num_draft_devices if uses_draft and run.system.overlaps else 0)
+    uses_draft = draws_on_draft(run.policy)
+    num_devices = run.system.num_devices(uses_draft=uses_draft)
     tokens_per_s = tally.ratio("tokens", "seconds")
     return ServingReport(
         policy=run.policy.to_dict(),

@@ -164,19 +164,25 @@ def predict_all(
     return [p for part in (policies[:middle], policies[middle:]) for p in predict_all(part, workload, system)]
 
 
+def totals_by_batch(predictions: Sequence[Prediction[Any]]) -> tuple[FloatArray, FloatArray]:
+    """(predictions, batches) tokens and seconds of the batches that all predictions decode, over the same prompts;
+    prompts that one of them decodes together are one batch. Raises `BadInput` if they are of different prompts."""
+    expectations = [prediction.expectation for prediction in predictions]
+    sizes = list(dict.fromkeys(len(e.num_tokens) for e in expectations))
+    if len(sizes) > 1:
+        raise BadInput("predictions", "must be of the same prompts", sizes)
+    batch = np.arange(sizes[0])
+    for other in {e.batch.tobytes(): e.batch for e in expectations if e.batch is not None}.values():
+        batch = _joined_batches(batch, _groups(other))
+    tokens, seconds = (np.stack([getattr(e, name) for e in expectations]) for name in ("num_tokens", "seconds"))
+    return _by_batch(tokens, batch), _by_batch(seconds, batch)
+
+
 def predicted_speedup(fast: Prediction[Any], slow: Prediction[Any]) -> Estimate:
     """Tokens/s of one prediction over that of another, over the same prompts; prompts that one of them decodes together
     are drawn together. Raises `BadInput` if they are of different numbers of prompts."""
-    expectations = (fast.expectation, slow.expectation)
-    sizes = [len(e.num_tokens) for e in expectations]
-    if sizes[0] != sizes[1]:
-        raise BadInput("predicted_speedup", "must be of the same prompts", sizes)
-    batch = np.arange(sizes[0])
-    for e in expectations:
-        if e.batch is not None:
-            batch = _joined_batches(batch, _groups(e.batch))
-    pairs = [(_by_batch(e.num_tokens, batch), _by_batch(e.seconds, batch)) for e in expectations]
-    return ratio_of_rates(pairs[0], pairs[1])
+    tokens, seconds = totals_by_batch([fast, slow])
+    return ratio_of_rates((tokens[0], seconds[0]), (tokens[1], seconds[1]))
 
 
 @dataclass(frozen=True)

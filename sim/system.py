@@ -104,6 +104,10 @@ class System:
             self._by_kind[kind] = replace(self, latency=replace(self.latency, operations=tables), in_situ={})
         return self._by_kind[kind]
 
+    def num_devices(self, *, uses_draft: bool) -> int:
+        """Devices that work, the targets and, where drafts are made beside them, those of the draft."""
+        return self.placement.num_targets + (self.placement.num_draft_devices if uses_draft and self.overlaps else 0)
+
     @cached_property
     def _by_kind(self) -> dict[str, System]:
         return {}

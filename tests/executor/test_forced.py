@@ -9,7 +9,7 @@ from executor.execute import execute
 from executor.toy_model import HashModel, serial_runner
 from sim.errors import BadInput
 from sim.policy import Autoregressive, Fallback, Speculative, policy_from_dict
-from sim.search import Prediction
+from sim.simulate import Prediction
 from sim.trace import Trace
 from sim.workload import Workload
 from tests.executor.test_loops import ssd, texts

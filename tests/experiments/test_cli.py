@@ -219,7 +219,8 @@ def test_profile_fit_simulate_search(
     values = [prediction["tokens_per_s"]["value"] for prediction in ranked]
     assert values == pytest.approx(sorted(values, reverse=True), rel=1e-8) and len(values) == found["num_policies"]
     assert {"ar", "sd", "ssd"} <= {prediction["policy"]["kind"] for prediction in ranked}
-    assert found["recommended"] == ranked[0]
+    assert found["ties"] == [row["name"] for row in ranked if row["beside_first"]["is_tie"]]
+    assert found["recommended"]["name"] in found["ties"] and found["front"][0]["name"] == found["recommended"]["name"]
     code, out, _ = saguaro("search", "system.json", "--config", experiment)
     assert code == 0 and "SD K=2" in out and "SD K=4" in out and "AR" in out
 

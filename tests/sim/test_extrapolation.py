@@ -14,7 +14,8 @@ from sim.extrapolation import REACH, extended
 from sim.latency import Beyond, LatencyModel, OperationLatency, OutsideProfile
 from sim.load import ClosedLoop
 from sim.policy import Autoregressive, Speculative, SpeculativeSpeculative
-from sim.search import SearchSpace, search
+from sim.search import search
+from sim.search_space import SearchSpace
 from sim.serving import serve
 from sim.simulate import predict, predict_all, simulate
 from sim.system import System

@@ -14,7 +14,8 @@ from sim.policy import Fallback, Speculative, SpeculativeSpeculative
 from sim.recursion import expectations
 from sim.replay import Replay
 from sim.round_law import RoundLaw
-from sim.search import SearchSpace, search
+from sim.search import search
+from sim.search_space import SearchSpace
 from sim.simulate import cross_check, predict, simulate
 from sim.system import System
 from sim.theory import expected_tokens_per_round, hit_rate_of_fan_out, stationary_hit_rate

@@ -420,5 +420,5 @@ def test_prompts_of_a_batch_are_drawn_together():
     dealt = predict(Speculative(2), replace(workload, batch_size=3), shared, engine="des", ceiling=2)
     assert dealt.expectation.batch.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
     other = predict(Speculative(2), workload_of(record.select(np.arange(3))), system_of(record.select(np.arange(3))))
-    with pytest.raises(BadInput, match=r"predicted_speedup: must be of the same prompts, got \[12, 3\]"):
+    with pytest.raises(BadInput, match=r"predictions: must be of the same prompts, got \[12, 3\]"):
         predicted_speedup(by_two, other)

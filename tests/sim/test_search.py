@@ -24,14 +24,8 @@ from sim.policy import (
 )
 from sim.recursion import outcome_hit_mass
 from sim.replications import RELATIVE_HALF_WIDTH
-from sim.search import (
-    NUM_FINALISTS,
-    SearchSpace,
-    candidates,
-    mean_acceptance,
-    miss_exponent,
-    search,
-)
+from sim.search import NUM_FINALISTS, search
+from sim.search_space import SearchSpace, candidates, mean_acceptance, miss_exponent
 from sim.simulate import predict, predict_all
 from sim.trace import Lane, Operation, Source
 from tests.sim.toy import cut_at, markov, record_of, scripted_record, system_of, workload_of
@@ -178,7 +172,7 @@ def test_search_ranks_all_candidates_by_throughput():
     assert len(names) == len(set(names)) == len(candidates(space, record)) == result.num_policies
     rates = [prediction.tokens_per_s.value for prediction in result.ranked]
     assert rates == sorted(rates, reverse=True)
-    assert result.recommended is result.ranked[0]
+    assert result.fastest is result.ranked[0]
     assert isinstance(result.best("ssd").policy, SpeculativeSpeculative)
 
 
@@ -278,7 +272,7 @@ def by_samples():
 def test_reported_gains_are_those_of_the_second_run(by_samples):
     """The finalists' figures are others than those that chose them, and twice as sure."""
     result, first = by_samples
-    best, ar = result.recommended, result.best("ar")
+    best, ar = result.fastest, result.best("ar")
     for prediction in (best, result.best("sd"), ar):
         before = first[prediction.policy]
         assert prediction.tokens_per_s.value != before.tokens_per_s.value
