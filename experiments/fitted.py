@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +18,7 @@ from experiments.config import SearchConfig
 from experiments.planning import best_engine
 from experiments.recorded_workload import recorded_workload
 from experiments.run import search_space
+from sim.errors import BadInput
 from sim.latency import Beyond
 from sim.metrics import Estimate
 from sim.policy import Fallback, SpeculativeSpeculative, uniform_fan_out
@@ -82,9 +85,18 @@ def _sweep(profile: Profile, workload: Workload, system: System) -> SweepCost | 
     if not {"search", "workload", "run"} <= settings.keys():
         return None
     rules = replace(workload, batch_size=profile.manifest["workload"].get("batch_size", 1))
-    space = search_space(SearchConfig.model_validate(settings["search"]))
+    space = search_space(_search_config(settings["search"]))
     found = search(space, rules, system, engine=best_engine(rules, system))
     return sweep_cost(found, settings["workload"]["test_prompts"], settings["run"]["repeats"])
+
+
+def _search_config(section: object) -> SearchConfig:
+    """Raises `BadInput` on a manifest that was changed by hand."""
+    try:
+        return SearchConfig.model_validate_json(json.dumps(section))
+    except ValidationError as error:
+        name = ".".join(map(str, ("settings", "search", *error.errors()[0]["loc"])))
+        raise BadInput(f"manifest of the profile: {name}", error.errors()[0]["msg"]) from None
 
 
 def print_fit(fitted: Fitted, console: Console) -> None:
