@@ -14,6 +14,7 @@ from typing import Any
 
 from calibration.breakdown import figures_of_merit
 from calibration.fit import at_speed_of, fit
+from calibration.fit_report import doubts_about
 from calibration.profile import (
     Profile,
     check_identity,
@@ -88,7 +89,7 @@ def run_experiment(
         company = side_by_side(profile.latency)
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
-        details["notes"] = [*failure_notes(measured), *remarks]
+        details["notes"] = [*doubts_about(profile.agreement), *failure_notes(measured), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages)
     profile.write(folder / "profile")
