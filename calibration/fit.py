@@ -8,6 +8,7 @@ from dataclasses import replace
 from calibration.host_fit import fit_host_times, fit_in_situ
 from calibration.latency_fit import slowdown, tables
 from calibration.profile import Profile
+from calibration.slow_moments import usual_runs
 from sim.errors import BadInput
 from sim.latency import LatencyModel
 from sim.system import HostTerm, System
@@ -15,15 +16,18 @@ from sim.trace import Lane, Trace
 
 
 def fit(profile: Profile) -> System:
-    """The system that the profile's samples, short runs and agreement record speak of.
+    """The system that the profile's samples, short runs and agreement record speak of; short runs that met a slow
+    moment of the machine are left out (`calibration.slow_moments`).
 
     Raises `BadInput` if the short runs lack a kind of round.
     """
     latency = LatencyModel(tables(profile.latency))
     overlaps = profile.identity["concurrency"] != "serial"
     contention = {lane: slowdown(profile.latency, latency, lane) for lane in Lane}
-    in_situ = fit_in_situ(profile.traces, latency, contention if overlaps else dict.fromkeys(Lane, 1.0))
-    host_s = fit_host_times(profile.traces, latency, in_situ)
+    slower = contention if overlaps else dict.fromkeys(Lane, 1.0)
+    runs = usual_runs(profile.traces)
+    in_situ = fit_in_situ(runs, latency, slower)
+    host_s = fit_host_times(runs, latency, in_situ, slower)
     missing = [term.value for term in HostTerm if term not in host_s]
     if missing:
         raise BadInput("profile", f"its short runs must hold rounds of every kind; none of: {', '.join(missing)}")
@@ -39,5 +43,5 @@ def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
     seen = fit_in_situ(traces, system.latency, slower)
     kinds = system.in_situ.keys() | seen.keys()
     in_situ = {kind: {**system.in_situ.get(kind, {}), **seen.get(kind, {})} for kind in kinds}
-    host_s = {**system.host_s, **fit_host_times(traces, system.latency, in_situ)}
+    host_s = {**system.host_s, **fit_host_times(traces, system.latency, in_situ, slower)}
     return replace(system, host_s=host_s, in_situ=in_situ)

@@ -14,10 +14,11 @@ from scipy.stats import t as student_t
 
 from calibration.doubts import doubts_about
 from calibration.drift import drift
-from calibration.host_fit import DRAFT_STEP, RoundHost, host_of_rounds, ratios_of_spans, usual_ratio
+from calibration.host_fit import DRAFT_STEP, RoundHost, SpanRatio, host_of_rounds, ratios_of_spans, usual_ratios
 from calibration.latency_fit import IN_SITU, Key, SampledCell, cell_of, idle_cells
 from calibration.latency_steps import Step, steps
 from calibration.profile import Profile
+from calibration.slow_moments import remarks, usual_runs
 from sim.agreement import AgreementRecord
 from sim.latency import LatencySample
 from sim.metrics import BOOTSTRAP_SEED, Estimate, bootstrap, ratio_of_totals
@@ -25,6 +26,7 @@ from sim.system import HostTerm, System
 from sim.trace import Lane, Trace
 
 FloatArray = NDArray[np.float64]
+Text = tuple[int, int]  # trace, sequence
 InSituRatios = dict[str, dict[Key, Estimate]]  # by kind of decoder
 
 NUM_DRAWS = 200  # of blocks, for the standard error of a slow-down
@@ -91,19 +93,21 @@ def report_fit(profile: Profile, system: System) -> FitReport:
     """Of `calibration.fit.fit(profile)`."""
     drifts, found_steps = drift(profile.latency), steps(profile.latency)
     acceptance, design_effect = acceptance_of(profile.agreement)
+    runs = usual_runs(profile.traces)
     return FitReport(
         drift=drifts,
         steps=tuple(found_steps),
         locations=locations(profile.latency),
         contention={lane: slowdown_of(profile.latency, system, lane) for lane in Lane},
-        in_situ=in_situ_ratios(profile.traces, system),
-        host_s=host_times(profile.traces, profile.latency, system),
+        in_situ=in_situ_ratios(runs, system),
+        host_s=host_times(runs, profile.latency, system),
         acceptance=acceptance,
         design_effect=design_effect,
         profile_s=float(sum(profile.manifest.get("durations_s", {}).values())),
         notes=(
             *doubts_about(profile.agreement),
             *_doubts_about_drift(drifts),
+            *remarks(profile.traces),
             *(step.in_words() for step in found_steps if step.is_in_gap),
         ),
     )
@@ -206,22 +210,30 @@ def _medians(values: FloatArray) -> FloatArray:
 def in_situ_ratios(traces: Sequence[Trace], system: System) -> InSituRatios:
     """Of the operations that have residuals in situ; drawn over texts, or batches of them."""
     slower = {lane: system.slowdown(lane, beside=True) for lane in Lane}
-    ratios: dict[tuple[str, Key], dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    ratios: dict[tuple[str, Key], dict[tuple[int, int], list[SpanRatio]]] = defaultdict(lambda: defaultdict(list))
     for number, trace in enumerate(traces):
         for found in ratios_of_spans(trace, system.latency, slower):
-            ratios[trace.policy["kind"], found.key][number, found.sequence].append(found.ratio)
+            ratios[trace.policy["kind"], found.key][number, found.sequence].append(found)
     return {
         kind: {key: _mean_over_texts(ratios[kind, key], float(np.mean(seen))) for key, seen in rows.items()}
         for kind, rows in system.in_situ.items()
     }
 
 
-def _mean_over_texts(by_text: Mapping[tuple[int, int], Sequence[float]], value: float) -> Estimate:
+def _mean_over_texts(by_text: Mapping[tuple[int, int], Sequence[SpanRatio]], value: float) -> Estimate:
     """With the fitted `value`, whose wildest samples are pulled in."""
-    sums, counts = (np.array([float(of(own)) for own in by_text.values()]) for of in (sum, len))
-    spread = ratio_of_totals(sums, counts)
+    spread = ratio_of_totals(*_seconds_and_locations(by_text.values()))
     assert spread is not None  # what is in situ has samples
     return Estimate(value, min(value, spread.low), max(value, spread.high), spread.n)
+
+
+def _seconds_and_locations(by_text: Iterable[Iterable[SpanRatio]]) -> tuple[FloatArray, FloatArray]:
+    """(texts,) what the operations took, and what the tables say of them."""
+    texts = [list(own) for own in by_text]
+    taken_s, location_s = (
+        [sum(getattr(r, name) for r in own) for own in texts] for name in ("duration_s", "location_s")
+    )
+    return np.array(taken_s, dtype=float), np.array(location_s, dtype=float)
 
 
 def host_times(traces: Sequence[Trace], samples: Sequence[LatencySample], system: System) -> dict[HostTerm, Estimate]:
@@ -260,46 +272,54 @@ def _host_times_of(
     kind: str, traces: Sequence[tuple[int, Trace]], of_second: float, system: System
 ) -> dict[HostTerm, Estimate]:
     """Of the traces of one kind of decoder, each with its number."""
-    later: dict[tuple[int, int], list[float]] = defaultdict(list)
-    rounds: dict[HostTerm, dict[tuple[int, int], list[RoundHost]]] = defaultdict(lambda: defaultdict(list))
+    slower = {lane: system.slowdown(lane, beside=True) for lane in Lane}
+    usual = usual_ratios(kind, system.latency, system.in_situ)
+    following: dict[Key, dict[Text, list[SpanRatio]]] = {key: defaultdict(list) for key in usual}
+    rounds: dict[HostTerm, dict[Text, list[RoundHost]]] = defaultdict(lambda: defaultdict(list))
     for number, trace in traces:
-        for found in ratios_of_spans(trace, system.latency, dict.fromkeys(Lane, 1.0)):
-            if found.key == DRAFT_STEP:
-                later[number, found.sequence].append(found.ratio)
-        for of_round in host_of_rounds(trace, system.latency):
+        for found in ratios_of_spans(trace, system.latency, slower):
+            if found.key in system.in_situ.get(kind, {}) and found.key in usual:
+                following[found.key][number, found.sequence].append(found)
+        for of_round in host_of_rounds(trace, system.latency, slower):
             rounds[of_round.term][number, of_round.sequence].append(of_round)
-    usual, is_seen = usual_ratio(kind, system.latency, system.in_situ), DRAFT_STEP in system.in_situ.get(kind, {})
-    return {
-        term: _host_time(own, later if is_seen else {}, usual, of_second, system.host_s[term])
-        for term, own in rounds.items()
-    }
+    return {term: _host_time(own, following, usual, of_second, system.host_s[term]) for term, own in rounds.items()}
 
 
 def _host_time(
-    rounds: Mapping[tuple[int, int], Sequence[RoundHost]],
-    later: Mapping[tuple[int, int], Sequence[float]],
-    usual: float,
+    rounds: Mapping[Text, Sequence[RoundHost]],
+    following: Mapping[Key, Mapping[Text, Sequence[SpanRatio]]],
+    usual: Mapping[Key, float],
     of_second: float,
     value: float,
 ) -> Estimate:
-    """`usual` stands for the ratio of `later` draft steps where they are too few."""
-    texts = sorted(rounds.keys() | later.keys())
+    """`usual` are the ratios of the operations `following` others, and stand for them where these are too few."""
+    texts = sorted(rounds.keys() | {text for own in following.values() for text in own})
     own = [rounds.get(text, ()) for text in texts]
-    spent_s = np.array([sum(r.rest_s + r.first_step_s for r in of_text) for of_text in own])
-    location_s = np.array([sum(r.first_location_s for r in of_text) for of_text in own])
+    spent_s = np.array([sum(r.rest_s + sum(s.duration_s for s in r.woken) for r in of_text) for of_text in own])
     num = np.array([float(len(of_text)) for of_text in own])
-    ratios, counts = (np.array([float(of(later.get(text, ()))) for text in texts]) for of in (sum, len))
+    woken_s = {
+        key: np.array([sum(s.location_s for r in of_text for s in r.woken if s.key == key) for of_text in own])
+        for key in usual
+    }
+    seen = {key: _seconds_and_locations(row.get(text, ()) for text in texts) for key, row in following.items() if row}
 
     def statistic(weights: FloatArray) -> FloatArray:
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = (weights @ ratios) / (weights @ counts) if later else usual
-            return (weights @ spent_s - ratio * (weights @ location_s)) / (weights @ num)
+            ratios = {
+                key: (weights @ seen[key][0]) / (weights @ seen[key][1]) if key in seen else usual[key] for key in usual
+            }
+            return (weights @ spent_s - sum(ratios[key] * (weights @ woken_s[key]) for key in usual)) / (weights @ num)
 
     low, high = bootstrap(statistic, len(texts))
-    seconds_s = sum(r.first_location_s * (r.first_tokens - 1) for of_text in own for r in of_text) / num.sum()
-    of_tables = usual * seconds_s * of_second
+    of_tables = usual[DRAFT_STEP] * of_second * sum(_second_tokens_s(r) for of_text in own for r in of_text) / num.sum()
     below, above = (float(np.hypot(max(0.0, side), of_tables)) for side in (value - low, high - value))
     return Estimate(value, max(0.0, value - below), value + above, len(texts))
+
+
+def _second_tokens_s(of_round: RoundHost) -> float:
+    """What the tables say of the first draft step, for its tokens of each row beyond the first."""
+    steps_s = sum(s.location_s for s in of_round.woken if s.key == DRAFT_STEP)
+    return steps_s * (of_round.first_tokens - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- agreement

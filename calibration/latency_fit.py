@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import theilslopes
 
+from calibration.width_smoothing import smoothed_knots
 from sim.extrapolation import Knots
 from sim.latency import NUM_RESIDUALS, LatencyModel, LatencySample, OperationLatency, equally_likely
 from sim.trace import Lane, Operation
@@ -19,34 +20,54 @@ Key = tuple[Lane, Operation]
 Cell = tuple[int, int, int]  # rows, tokens of each, context
 SampledCell = tuple[Lane, Operation, int, int, int]  # rows, tokens of each, context
 IN_SITU = (Operation.VERIFY, Operation.DRAFT_STEP, Operation.GLUE, Operation.TREE_STEP)  # what rounds are made of
+AT_EVERY_WIDTH = (Operation.VERIFY, Operation.GLUE)  # timed at each width that can occur
 STEP_ERRORS = 3.0  # standard errors that a median must leave the line over the contexts by, to be a step
 
 
 def tables(samples: Sequence[LatencySample]) -> dict[Key, OperationLatency]:
-    """Median of the idle samples of each cell; residuals are the pooled ratios of samples to their cell's median."""
-    cells: dict[Key, dict[Cell, list[float]]] = defaultdict(dict)
+    """Median of the idle samples of each cell, neighbouring widths drawn together as far as their errors allow;
+    residuals are the pooled ratios of samples to their cell's location."""
+    cells: dict[Key, dict[Cell, list[LatencySample]]] = defaultdict(dict)
     for (lane, operation, *cell), own in idle_cells(samples).items():
         rows, width, context = cell
-        cells[lane, operation][rows, width, context] = [s.duration_s for s in own]
+        cells[lane, operation][rows, width, context] = own
     return {key: _table(key[1], by_cell) for key, by_cell in cells.items()}
 
 
-def _table(operation: Operation, by_cell: dict[Cell, list[float]]) -> OperationLatency:
+def _table(operation: Operation, by_cell: dict[Cell, list[LatencySample]]) -> OperationLatency:
     """Raises `BadInput` if no sample is of one row."""
-    cells: dict[int, dict[int, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(dict))
-    for (rows, width, context), durations in sorted(by_cell.items()):
-        cells[rows][width][context] = durations
-    knots = {
-        rows: {width: _over_contexts(operation, row) for width, row in by_width.items()}
-        for rows, by_width in cells.items()
-    }
+    cells: dict[int, dict[int, dict[int, list[LatencySample]]]] = defaultdict(lambda: defaultdict(dict))
+    for (rows, width, context), own in sorted(by_cell.items()):
+        cells[rows][width][context] = own
+    knots = {rows: _over_widths(operation, by_width) for rows, by_width in cells.items()}
     table = OperationLatency(operation, knots.pop(1, {}), residuals=(1.0,), batched=knots)
     ratios = [
-        duration / float(table.location_s(width, context, rows))
-        for (rows, width, context), durations in by_cell.items()
-        for duration in durations
+        s.duration_s / float(table.location_s(width, context, rows))
+        for (rows, width, context), own in by_cell.items()
+        for s in own
     ]
     return replace(table, residuals=equal_shares(ratios))
+
+
+def _over_widths(operation: Operation, by_width: dict[int, dict[int, list[LatencySample]]]) -> dict[int, Knots]:
+    durations = {width: {c: [s.duration_s for s in own] for c, own in row.items()} for width, row in by_width.items()}
+    knots = {width: _over_contexts(operation, row) for width, row in durations.items()}
+    if operation not in AT_EVERY_WIDTH:
+        return knots
+    return smoothed_knots(knots, float(np.median([_error_of_width(row) for row in by_width.values()])))
+
+
+def _error_of_width(by_context: dict[int, list[LatencySample]]) -> float:
+    """Relative standard error of the location of a width. Samples of one block share what the machine does meanwhile,
+    so that each block counts once at each context."""
+    ratios: list[float] = []
+    for own in by_context.values():
+        blocks: dict[int, list[float]] = defaultdict(list)
+        for s in own:
+            blocks[s.block].append(s.duration_s)
+        medians = np.array([np.median(durations) for durations in blocks.values()])
+        ratios += (medians / np.median(medians)).tolist()
+    return error_of_median(ratios)
 
 
 def _over_contexts(operation: Operation, durations: dict[int, list[float]]) -> Knots:

@@ -1,7 +1,7 @@
 """Recovery: a known system is simulated, profiled and fitted many times, and its parameters lie inside their intervals.
 
 Every block of a profile meets a machine of another speed, so that samples of one block are not independent. Of 24
-intervals of 95 % fewer than `FEWEST` hold the truth with probability 1e-4, for one of the 15 parameters here with 2e-3.
+intervals of 95 % fewer than `FEWEST` hold the truth with probability 1e-4, for one of the 16 parameters here with 2e-3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from calibration.fit import fit
 from calibration.fit_report import FitReport, acceptance_of, interval_of_median, locations, report_fit
-from calibration.host_fit import ratios_of_spans
+from calibration.host_fit import SpanRatio, ratios_of_spans
 from calibration.latency_fit import IN_SITU, Key
 from calibration.profile import Profile
 from sim.latency import LatencySample
@@ -34,6 +34,7 @@ HOST_S = {
     HostTerm.SPECULATIVE: 0.0003,
     HostTerm.HIT: 0.0005,
     HostTerm.MISS: 0.0004,
+    HostTerm.UNDRAFTED_MISS: 0.00035,
 }
 CONTENTION = {Lane.TARGET: 1.04, Lane.DRAFT: 1.12}
 
@@ -75,7 +76,7 @@ def recovered() -> list[Recovered]:
 def true_ratios(of: Recovered) -> dict[tuple[str, Key], float]:
     """Mean ratios in situ of runs whose operations take their true mean time, to the tables as fitted."""
     truth = true_system()
-    ratios: dict[tuple[str, Key], list[float]] = defaultdict(list)
+    ratios: dict[tuple[str, Key], list[SpanRatio]] = defaultdict(list)
     for trace in of.profile.traces:
         built = {(s.sequence, s.round) for s in trace.spans if s.operation is Operation.GLUE}
         spans = []
@@ -86,8 +87,8 @@ def true_ratios(of: Recovered) -> dict[tuple[str, Key], float]:
                 mean_s = float(truth.mean_s(s.lane, s.operation, s.num_tokens, s.context, beside=beside))
             spans.append(replace(s, end_s=s.start_s + mean_s))
         for found in ratios_of_spans(replace(trace, spans=spans), of.fitted.latency, of.fitted.contention):
-            ratios[trace.policy["kind"], found.key].append(found.ratio)
-    return {name: float(np.mean(own)) for name, own in ratios.items()}
+            ratios[trace.policy["kind"], found.key].append(found)
+    return {name: sum(r.duration_s for r in own) / sum(r.location_s for r in own) for name, own in ratios.items()}
 
 
 def holds(estimate: Estimate, truth: float) -> bool:
@@ -109,7 +110,7 @@ def test_parameters_lie_inside_their_intervals(recovered) -> None:
         for kind, ratios in report.in_situ.items():
             for key, estimate in ratios.items():
                 inside["in situ", kind, key] += holds(estimate, truths[kind, key])
-    assert len(inside) == 2 + 4 + 2 + 7
+    assert len(inside) == 2 + 5 + 2 + 7
     assert {name: number for name, number in inside.items() if number < FEWEST} == {}
 
 
@@ -134,7 +135,8 @@ def test_intervals_are_no_wider_than_they_must_be(recovered) -> None:
         for lane, estimate in report.contention.items():
             assert estimate.high - estimate.low < 0.1, lane
         for term, estimate in report.host_s.items():
-            assert estimate.high - estimate.low < 2e-4, term
+            # After a miss it holds what a verification of 13 ms takes longer after a wait than others.
+            assert estimate.high - estimate.low < (6e-4 if term is HostTerm.MISS else 2e-4), term
 
 
 def test_no_parameter_is_biased(recovered) -> None:
