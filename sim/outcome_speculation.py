@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -23,7 +23,7 @@ from sim.durations import Residuals, Step, Task
 from sim.errors import LARGEST, BadInput, require_count, require_number
 from sim.metrics import Estimate, ratio_of_totals
 from sim.placement import Placement
-from sim.policy import NEGLIGIBLE, LateBuild, exact_fan_out
+from sim.policy import NEGLIGIBLE, LateBuild
 from sim.streams import seed_sequence
 from sim.target import Arrival
 from sim.trace import Lane, Operation, Round, Source, Trace
@@ -80,13 +80,19 @@ class SlowStep:
     def probabilities(self) -> list[float]:
         return [outcome.probability for outcome in self.outcomes]
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe: a preparation that cannot be is None."""
+        costs_s = [o.prepare_s if math.isfinite(o.prepare_s) else None for o in self.outcomes]
+        outcomes = [asdict(o) | {"prepare_s": cost_s} for o, cost_s in zip(self.outcomes, costs_s, strict=True)]
+        return asdict(self) | {"durations_s": list(self.durations_s), "outcomes": outcomes}
+
     def worth_preparing(self, budget: int) -> tuple[int, ...]:
-        """The outcomes, at most `budget`, whose preparation saves most (Theorem 18, each outcome an accept count with
-        one branch), those first that save most per second of work."""
-        saved_s = [o.probability * o.on_miss_s * math.isfinite(o.prepare_s) for o in self.outcomes]
-        chosen = exact_fan_out([(0.0, seconds) for seconds in saved_s], require_count("budget", budget, 0))
-        per_s = [s / max(o.prepare_s, NEGLIGIBLE) for s, o in zip(saved_s, self.outcomes, strict=True)]
-        return tuple(sorted(np.flatnonzero(chosen).tolist(), key=lambda number: -per_s[number]))
+        """The outcomes, at most `budget`, whose preparation saves most for each second that it takes, those first; none
+        that saves nothing. Where all take as long, no choice of as many has more hits saved (Theorem 18)."""
+        saved_s = [o.probability * o.on_miss_s for o in self.outcomes]
+        per_s = [saving_s / max(o.prepare_s, NEGLIGIBLE) for saving_s, o in zip(saved_s, self.outcomes, strict=True)]
+        order = sorted((number for number, gain in enumerate(per_s) if gain), key=lambda number: -per_s[number])
+        return tuple(order[: require_count("budget", budget, 0)])
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ class _Stage:
         self.places, self.slowdown = preparation.places(len(self.tasks)), preparation.slowdown(step)
         self.env = simpy.Environment()
         policy = {"kind": "outcome_speculation", "order": list(preparation.order), "on_late": preparation.on_late.value}
-        self.trace = Trace(policy=policy, workload=asdict(step))
+        self.trace = Trace(policy=policy, workload=step.to_dict())
         self.recorder = Recorder(self.env, self.trace.spans)
         self.residuals: list[Residuals] = [dict.fromkeys(Operation, repeat(1.0))] * step.num_workers
         self.workers: list[DraftDevice] = []

@@ -27,5 +27,8 @@ def dearer(factor: float) -> SlowStep:
 
 for rule in LateBuild:
     print(*by_budget(join, range(6), rule), "", sep="\n")
-print(*best_of((f"preparing costs {x:g} times as much beside the join", dearer(x), 0) for x in (1, 2, 4)), "", sep="\n")
-print(*best_of((f"the join takes {x:g} times as long", replace(join, slowdown=x), 0) for x in (1, 1.1, 1.3)), sep="\n")
+print(*best_of((f"preparing beside it takes {x:g} times as long", dearer(x), 0) for x in (1, 2, 4)), "", sep="\n")
+print(
+    *best_of((f"the join itself takes {x:g} times as long", replace(join, slowdown=x), 0) for x in (1, 1.1, 1.3)),
+    sep="\n",
+)

@@ -23,8 +23,8 @@ def user(think_s: float = 1.8, num_connections: int = 2, steepness: float = 1.2)
 
 print(*by_budget(user(), (0, 1, 2, 4, 6, 8), LateBuild.ABANDON), "", sep="\n")
 print(*best_of((f"thinks for {s:g} s", user(s), 0) for s in (0.1, 0.5, 1.8, 6.0)), "", sep="\n")
-print(*best_of((f"{num} connections", user(num_connections=num), 0) for num in (1, 2, 4, 8)), "", sep="\n")
-print(*best_of((f"price of a second of fetching: {x:g} s", user(), x) for x in (0, 0.05, 0.1, 0.2, 0.4)), "", sep="\n")
+print(*best_of((f"connections: {num}", user(num_connections=num), 0) for num in (1, 2, 4, 8)), "", sep="\n")
+print(*best_of((f"a second of fetching is worth {x:g} s", user(), x) for x in (0, 0.05, 0.1, 0.2, 0.4)), "", sep="\n")
 print(
     *best_of((f"thinks for {s:g} s, all screens alike", user(s, steepness=0), 0.1) for s in (0.1, 0.5, 1.8)), sep="\n"
 )
