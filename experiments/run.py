@@ -14,6 +14,7 @@ from typing import Any
 
 from calibration.breakdown import figures_of_merit
 from calibration.digest import digest, digest_of_inputs
+from calibration.doubts import doubts_about
 from calibration.fit import at_speed_of, fit
 from calibration.hit_rates import hit_curves
 from calibration.profile import (
@@ -121,7 +122,7 @@ def run_experiment(
         details["hit_curves"] = hit_curves(profile.agreement, recorded_workload(profile.agreement), best_ssd, sound[-1])
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
-        details["notes"] = [*failure_notes(measured), *sessions.notes(), *remarks]
+        details["notes"] = [*doubts_about(profile.agreement), *failure_notes(measured), *sessions.notes(), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages) | {"sessions": sessions.to_dict()}
     profile.write(folder / "profile")
