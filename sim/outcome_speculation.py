@@ -78,17 +78,17 @@ class SlowStep:
 
     @property
     def probabilities(self) -> list[float]:
+        """In the order of the outcomes."""
         return [outcome.probability for outcome in self.outcomes]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: a preparation that cannot be is None."""
-        costs_s = [o.prepare_s if math.isfinite(o.prepare_s) else None for o in self.outcomes]
-        outcomes = [asdict(o) | {"prepare_s": cost_s} for o, cost_s in zip(self.outcomes, costs_s, strict=True)]
+        outcomes = [asdict(o) | ({} if math.isfinite(o.prepare_s) else {"prepare_s": None}) for o in self.outcomes]
         return asdict(self) | {"durations_s": list(self.durations_s), "outcomes": outcomes}
 
     def worth_preparing(self, budget: int) -> tuple[int, ...]:
         """The outcomes, at most `budget`, whose preparation saves most for each second that it takes, those first; none
-        that saves nothing. Where all take as long, no choice of as many has more hits saved (Theorem 18)."""
+        that saves nothing. Where all take as long, no other choice of as many saves more (Theorem 18)."""
         saved_s = [o.probability * o.on_miss_s for o in self.outcomes]
         per_s = [saving_s / max(o.prepare_s, NEGLIGIBLE) for saving_s, o in zip(saved_s, self.outcomes, strict=True)]
         order = sorted((number for number, gain in enumerate(per_s) if gain), key=lambda number: -per_s[number])
@@ -106,6 +106,11 @@ class Preparation:
 
     order: tuple[int, ...] = ()
     on_late: LateBuild = LateBuild.ABANDON
+
+    def __post_init__(self) -> None:
+        if self.on_late not in list(LateBuild):
+            raise BadInput("on_late", f"must be one of {', '.join(LateBuild)}", self.on_late)
+        object.__setattr__(self, "on_late", LateBuild(self.on_late))
 
     def tasks(self, step: SlowStep) -> tuple[Task, ...]:
         """The prediction and the preparations of every worker that has any. Raises `BadInput` on an outcome that

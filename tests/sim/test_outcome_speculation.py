@@ -107,6 +107,10 @@ def test_one_round_by_hand() -> None:
         assert {max(end_s for _, end_s in spans_of(trace, *BUILD)) for trace in traces} == ends_s
 
 
+def test_a_rule_may_be_given_by_its_name() -> None:
+    assert Preparation((0,), "wait") == Preparation((0,), LateBuild.WAIT)  # type: ignore[arg-type]
+
+
 def test_same_seed_same_luck_whatever_is_prepared() -> None:
     step = random_step(3, num_workers=2)
     texts = [
@@ -297,6 +301,7 @@ def test_the_trace_is_one_like_any_other(tmp_path: Path) -> None:
         (lambda: means(SlowStep((1.0,), alike(2, 1, 1)), Preparation((0, 0))), "outcomes to prepare"),
         (lambda: means(SlowStep((1.0,), alike(2, 1, 1)), Preparation((2,))), "outcomes to prepare"),
         (lambda: means(SlowStep((1.0,), alike(2, 1, 1, rest=0.1)), Preparation((2,))), "outcomes to prepare"),
+        (lambda: Preparation((0,), "never"), "on_late"),
         (lambda: SlowStep((1.0,), alike(2, 1, 1)).worth_preparing(-1), "budget"),
         (lambda: play(SlowStep((1.0,), alike(2, 1, 1)), Preparation(), 1, 1), "num_rounds"),
     ],
