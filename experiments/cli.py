@@ -358,7 +358,7 @@ def sweep(
 ) -> None:
     """Answer a file at every point of its `sweep`: search a file of numbers, run an experiment file."""
     from experiments.strict_yaml import read_yaml
-    from experiments.swept import Swept, is_experiment, run_points, search_points
+    from experiments.swept import is_experiment, run_points, search_points
     from sim.workers import Workers, num_cores
 
     console = _console(as_json=as_json)

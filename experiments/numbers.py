@@ -401,9 +401,7 @@ def _assumptions(config: NumbersConfig) -> tuple[str, ...]:
     if config.times.is_flat:
         assumptions.append("verifying K + 1 tokens takes as long as one autoregressive step, whatever K")
     if config.devices.num_targets > 1:
-        assumptions.append(
-            "every number is what it is stated to be: no ranges are drawn for targets that share a draft"
-        )
+        assumptions.append("every number is as stated: no ranges are drawn for targets that share a draft")
     weighs = config.devices.transfer_gb_per_s is not None or config.memory != MemoryConfig()
     if weighs and config.text.temperature > 0 and not config.vocabulary.num_tokens:
         assumptions.append("draft distributions take no room and no time: vocabulary.num_tokens is not given")

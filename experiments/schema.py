@@ -33,9 +33,7 @@ def schema(kind: FileKind) -> dict[str, Any]:
         values = "Values in place of those of the same name outside, used with --reduced."
         found["properties"][REDUCED] = {"type": "object", "description": values}
     if kind is not FileKind.POLICY:
-        lists = (
-            "Settings to try one after another with `saguaro sweep`, by their full keys, such as times.draft_step_ms."
-        )
+        lists = "Lists of values for `saguaro sweep`, by the full key of a setting, such as times.draft_step_ms."
         values_of = {"type": "array", "minItems": 1}
         found["properties"][SWEEP] = {"type": "object", "description": lists, "additionalProperties": values_of}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}

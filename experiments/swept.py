@@ -108,7 +108,7 @@ def is_experiment(document: Document) -> bool:
     return "pair" in document.data
 
 
-# --------------------------------------------------------------------------------------------------------------- numbers
+# -------------------------------------------------------------------------------------------------------------- numbers
 
 
 def search_points(
@@ -136,11 +136,8 @@ def _searched(point: Point, plan: Plan, seed: int, workers: Workers) -> Answered
         raise BadInput(point.name, f"nothing can be recommended; {error}") from None
     kinds = {kind: _best(kind, found, plan) for kind in KINDS if _has(kind, found)}
     rates = {kind: entry["tokens_per_s"]["value"] for kind, entry in kinds.items()}
-    speedups = {
-        f"ssd_over_{kind}": {"value": rates["ssd"] / rates[kind]}
-        for kind in ("ar", "sd")
-        if {kind, "ssd"} <= kinds.keys()
-    }
+    rivals = [kind for kind in ("ar", "sd") if {kind, "ssd"} <= kinds.keys()]
+    speedups = {f"ssd_over_{kind}": {"value": rates["ssd"] / rates[kind]} for kind in rivals}
     return Answered(point, kinds, speedups, found.recommended.policy.name)
 
 
@@ -161,7 +158,7 @@ def _best(kind: str, found: SearchResult, plan: Plan) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- experiments
+# ---------------------------------------------------------------------------------------------------------- experiments
 
 
 def run_points(
@@ -207,7 +204,7 @@ def _measured(point: Point, summary: Mapping[str, Any]) -> Answered:
     return Answered(point, kinds, speedups, summary["recommended"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- tables
+# --------------------------------------------------------------------------------------------------------------- tables
 
 
 def _short(keys: Sequence[str]) -> list[str]:
