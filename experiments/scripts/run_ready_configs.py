@@ -78,9 +78,13 @@ def run(name: str, out: Path, *, full: bool) -> tuple[list[str], float, str, int
 
 
 def answer_in(printed: str) -> str:
-    """What stands behind the last table."""
-    behind = printed.rpartition("┘")[2].strip()
-    return " ".join(behind.split("\ndigest")[0].split())
+    """What stands behind the last table; its first and its fourth column where nothing does."""
+    table, _, behind = printed.rpartition("┘")
+    if behind.strip():
+        return " ".join(behind.partition("\ndigest")[0].split())
+    rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
+    heads = [[cell.strip() for cell in line.split("┃")] for line in table.splitlines() if line.startswith("┃")]
+    return "; ".join(f"{row[1]}: {row[4]} {heads[-1][4]}" for row in rows)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
             command, seconds, said, code = run(name, Path(folder), full=given.full)
             failed += code != 0
             question = question_of(CONFIGS / f"{name}.yaml")
-            shown = shlex.join(command).replace("|", "\\|")
-            print(f"| {name} | {question} | `{shown}` | {seconds:.0f} | {said} |", flush=True)
+            cells = (name, question, f"`{shlex.join(command)}`", f"{seconds:.0f}", said)
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
     return 1 if failed else 0
 
 
