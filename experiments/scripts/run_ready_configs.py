@@ -63,7 +63,7 @@ def command_of(path: Path) -> list[str]:
 
 
 def run(name: str, out: Path, *, full: bool) -> tuple[list[str], float, str, int]:
-    """The command as it was run, its seconds, the last line that it printed, its exit code."""
+    """The command as it was run, its seconds, its answer or what it complains of, its exit code."""
     path = CONFIGS / f"{name}.yaml"
     command = command_of(path)
     is_measured = command[1] in MEASURED and "pair" in read_yaml(path).data
@@ -78,13 +78,13 @@ def run(name: str, out: Path, *, full: bool) -> tuple[list[str], float, str, int
 
 
 def answer_in(printed: str) -> str:
-    """What stands behind the last table; its first and its fourth column where nothing does."""
+    """What stands behind the last table; its first and its third column where nothing does."""
     table, _, behind = printed.rpartition("┘")
     if behind.strip():
         return " ".join(behind.partition("\ndigest")[0].split())
     rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
     heads = [[cell.strip() for cell in line.split("┃")] for line in table.splitlines() if line.startswith("┃")]
-    return "; ".join(f"{row[1]}: {row[4]} {heads[-1][4]}" for row in rows)
+    return "; ".join(f"{row[1]}: {heads[-1][3]} {row[3]}" for row in rows)
 
 
 def main(arguments: Sequence[str]) -> int:

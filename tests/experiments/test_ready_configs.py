@@ -16,7 +16,7 @@ from experiments.config import QUICKSTART, load_config, load_sweep, with_setting
 from experiments.numbers import numbers_of
 from experiments.planning import plan_from
 from experiments.run import run_in, search_space
-from experiments.scripts.run_ready_configs import READY, command_of, question_of
+from experiments.scripts.run_ready_configs import READY, answer_in, command_of, question_of
 from experiments.searching import Question, answer
 from experiments.strict_yaml import read_yaml
 from experiments.swept import is_experiment, run_points, search_points
@@ -29,6 +29,7 @@ from tests.saguaro_commands import check_understood, shown_in
 CONFIGS = sorted(QUICKSTART.parent.glob("*.yaml"))
 BY_NAME = {path.stem: path for path in CONFIGS}
 FEW = ("search.speculation_lengths=[2]", "search.budgets=[4]")
+SHORT = ("workload.max_new_tokens=8", "workload.calibration_prompts=5", "workload.test_prompts=2", *FEW)
 SMALL = ("text.new_tokens=24", *FEW)
 
 
@@ -68,6 +69,12 @@ def test_every_question_of_the_list_has_a_file() -> None:
     assert {command_of(BY_NAME[name])[1] for name in READY} == {"run", "search", "serve", "sweep"}
 
 
+def test_the_answer_stands_behind_the_table_or_in_it() -> None:
+    table = "┃ policy ┃ TTFT ┃ per token, ms ┃\n│ AR     │ 9    │ 11.9          │\n│ SD K=3 │ 9    │ 7.2 │\n└──┘\n"
+    assert answer_in(table) == "AR: per token, ms 11.9; SD K=3: per token, ms 7.2"
+    assert answer_in(table + "SD is\nthe best\ndigest of x") == "SD is the best"
+
+
 @pytest.mark.parametrize("path", files_of("search", run_models=False))
 def test_numbers_are_searched(path: Path) -> None:
     plan = plan_from(numbers_of(with_settings(read_yaml(path), SMALL)))
@@ -96,14 +103,14 @@ def test_numbers_are_served(path: Path) -> None:
 
 @pytest.mark.parametrize("path", files_of("run", run_models=True))
 def test_an_experiment_is_run(path: Path, fake_machine: None, tmp_path: Path) -> None:
-    config = load_config(path, reduced=True, settings=FEW)
+    config = load_config(path, reduced=True, settings=SHORT)
     summary = run_in(tmp_path / "run", config, Console(quiet=True), overwrite=False, resume=False, quiet=True)
     assert [row["policy"]["kind"] for row in summary["policies"]] == ["ar", "sd", "ssd"]
 
 
 @pytest.mark.parametrize("path", files_of("sweep", run_models=True))
 def test_an_experiment_is_run_at_every_point(path: Path, fake_machine: None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"reduced": True, "settings": FEW, "quiet": True}
+    options: dict[str, Any] = {"reduced": True, "settings": SHORT, "quiet": True}
     swept = run_points(path, tmp_path / "sweep", Console(quiet=True), **options)
     assert len(swept.answers) == len(load_sweep(path, reduced=True)) >= 2
     assert len(load_sweep(path)) > len(swept.answers)
