@@ -71,7 +71,7 @@ def line_of(old: str) -> int:
         ),
         ("contexts: [64, 96, 128]", "contexts: [64, 96]", "profile.contexts: must span 64..128"),
         (
-            "trace_prompts: 8",
+            "trace_prompts: 16",
             "trace_prompts: 400",
             "profile.trace_prompts: must not exceed workload.calibration_prompts",
         ),
