@@ -336,6 +336,51 @@ def _print_answer(answer: Answer) -> None:
     console.print(answer.in_words(), highlight=False, markup=False)
 
 
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment file or file of numbers with a `sweep`.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Of an experiment file: folder of the runs; out/<name> unless given.")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    reduced: Reduced = False,
+    settings: Settings = None,
+    seed: Seed = None,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Of numbers: processes; the cores unless given.")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a file at every point of its `sweep`: search a file of numbers, run an experiment file."""
+    from experiments.strict_yaml import read_yaml
+    from experiments.swept import is_experiment, run_points, search_points
+    from sim.workers import Workers, num_cores
+
+    console = _console(as_json=as_json)
+    if is_experiment(read_yaml(file)):
+        if num_workers is not None:
+            raise BadInput("--num-workers", "goes with a file of numbers; runs are made one after another")
+        options = {"reduced": reduced, "overwrite": overwrite, "resume": resume, "quiet": quiet}
+        swept = run_points(file, out, console, settings=settings or (), seed=seed, **options)
+    else:
+        given = {"--out": out is not None, "--overwrite": overwrite, "--resume": resume, "--reduced": reduced}
+        for option in (name for name, is_given in given.items() if is_given):
+            raise BadInput(option, "goes with an experiment file; numbers are searched, and nothing is written")
+        workers = Workers(num_workers or num_cores())
+        swept = search_points(
+            file, _say_nothing if quiet else _say, settings=settings or (), seed=seed or 0, workers=workers
+        )
+    if as_json:
+        print(json.dumps(swept.to_dict(), indent=1))
+    else:
+        _print_table(swept.head, swept.rows(), console)
+        console.print(swept.in_words(), highlight=False, markup=False)
+    if swept.kind == "search":
+        _print_digest([swept.to_dict()])
+
+
 @app.command("export")
 def export_(
     source: PlanSource,
@@ -486,7 +531,6 @@ def run(
     """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
     from calibration.profile import Profile
     from experiments.config import load_config
-    from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
@@ -494,19 +538,10 @@ def run(
     if dry_run:
         _print_dry_run(config, out, profile_folder, only_profile=False, as_json=as_json)
         return
-    console = _console(as_json=as_json)
-    if not (resume and is_finished(out, config.to_dict())):
-        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
-            from experiments.bench import open_bench
-            from experiments.ledger import Ledger
-            from experiments.run import run_experiment
-            from experiments.stages import Stages
+    from experiments.run import run_in
 
-            stages = Stages(console, quiet=quiet)
-            with open_bench(config, stages) as bench:
-                ledger = Ledger(folder / LEDGER, stages.spare)
-                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
-    summary = json.loads((out / "summary.json").read_text())
+    console = _console(as_json=as_json)
+    summary = run_in(out, config, console, overwrite=overwrite, resume=resume, quiet=quiet, earlier=earlier)
     _print_summary(summary, console)
     _print_record(out, console, report="report.html")
     if as_json:
@@ -724,6 +759,14 @@ def main() -> None:
         print("interrupted; nothing was written", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _say_nothing(line: str) -> None:
+    """For --quiet."""
 
 
 def _fail(message: str) -> int:

@@ -16,6 +16,7 @@ from experiments.config import Count, SearchConfig
 from experiments.recorded_workload import recorded_workload
 from experiments.step_times import StepTimes, TimesConfig
 from experiments.strict_yaml import Document, Section, read_yaml, validate
+from experiments.sweep import refuse_sweep
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
 from sim.latency import Knots, LatencyModel, OperationLatency
@@ -201,7 +202,11 @@ class Numbers:
 
 def read_numbers(path: Path) -> Numbers:
     """Read a file of summary numbers. Raises `BadInput` naming file, line and key."""
-    document = read_yaml(path)
+    return numbers_of(read_yaml(path))
+
+
+def numbers_of(document: Document) -> Numbers:
+    """What a file of summary numbers says. Raises `BadInput` naming file, line and key."""
     config = _config(document)
     system = _system(config, document)
     ranges = (*_given_ranges(config, document), *_assumed_ranges(config))
@@ -213,6 +218,7 @@ def read_numbers(path: Path) -> Numbers:
 
 
 def _config(document: Document) -> NumbersConfig:
+    refuse_sweep(document)
     given = document.data.get("acceptance", {})
     if not isinstance(given, Mapping):
         raise BadInput(document.place(("acceptance",)), f"must say by which definition: {DEFINITIONS}", given)
@@ -266,7 +272,7 @@ def _agreement(config: NumbersConfig, folder: Path) -> Agreement:
         after_hit=(after_hit,),
         after_miss=(after_miss,),
         sampling_temperature=text.temperature,
-        num_texts=text.batch_size,
+        num_texts=text.batch_size * config.devices.num_targets,
     )
 
 
@@ -274,7 +280,7 @@ def _workload(config: NumbersConfig, system: System) -> Workload:
     text = config.text
     if config.acceptance.records is not None:
         return replace(recorded_workload(system.agreement), batch_size=text.batch_size)
-    prompts = ((0,) * text.prompt_tokens,) * text.batch_size
+    prompts = ((0,) * text.prompt_tokens,) * (text.batch_size * config.devices.num_targets)
     return Workload("parametric", prompts, text.new_tokens, text.temperature, batch_size=text.batch_size)
 
 
@@ -394,6 +400,8 @@ def _assumptions(config: NumbersConfig) -> tuple[str, ...]:
         assumptions.append("a step of all branches at once takes as long as a draft step")
     if config.times.is_flat:
         assumptions.append("verifying K + 1 tokens takes as long as one autoregressive step, whatever K")
+    if config.devices.num_targets > 1:
+        assumptions.append("every number is as stated: no ranges are drawn for targets that share a draft")
     weighs = config.devices.transfer_gb_per_s is not None or config.memory != MemoryConfig()
     if weighs and config.text.temperature > 0 and not config.vocabulary.num_tokens:
         assumptions.append("draft distributions take no room and no time: vocabulary.num_tokens is not given")

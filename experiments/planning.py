@@ -40,14 +40,18 @@ def read_plan(source: Path, batch_size: int | None = None, beyond: str | None = 
             )
         if beyond is not None:
             raise BadInput("--beyond", "goes with a system.json; numbers cover every size that occurs", str(beyond))
-        numbers = read_numbers(source)
-        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
+        return plan_from(read_numbers(source))
     system = System.read(source)
     if beyond is not None:
         system = replace(system, latency=replace(system.latency, beyond=Beyond(beyond)))
     doubts = doubts_about(system.agreement) if isinstance(system.agreement, AgreementRecord) else []
     workload = replace(recorded_workload(system.agreement), batch_size=batch_size or 1)
     return Plan(system, workload, doubts=tuple(doubts))
+
+
+def plan_from(numbers: Numbers) -> Plan:
+    """What a file of numbers describes."""
+    return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
 
 
 def best_engine(workload: Workload, system: System) -> str:
