@@ -72,7 +72,8 @@ PolicyText = Annotated[
     str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
+    int | None,
+    typer.Option("--batch-size", min=1, help="Prompts decoded together; the file's number or, of a system.json, 1."),
 ]
 OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
@@ -94,6 +95,20 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="A setting instead of the file's: workload.temperature=0.7; several times."
+    ),
+]
+Numbers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A number instead of the file's: times.verify_ms=12; several times."
+    ),
+]
+NumbersOrSearch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A number instead of the file's: times.verify_ms=12; of a system.json what to search: search.budgets=[8].",
     ),
 ]
 DryRun = Annotated[
@@ -197,6 +212,7 @@ def simulate(
     policy: PolicyText,
     engine: Annotated[Engine, typer.Option("--engine", help="Exact expectation, or sampled runs.")] = Engine.EXACT,
     batch_size: BatchSize = None,
+    settings: Numbers = None,
     beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled runs.")] = 0,
     half_width: Annotated[
@@ -210,7 +226,7 @@ def simulate(
     from experiments.policies import load_policy
     from sim.simulate import predict
 
-    plan = read_plan(source, batch_size, beyond)
+    plan = read_plan(source, batch_size, beyond, settings or ())
     _print_basis(plan)
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
@@ -258,6 +274,7 @@ def search(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Run on the Dask cluster whose scheduler has this address.")
     ] = None,
+    settings: NumbersOrSearch = None,
     beyond: BeyondProfile = None,
     draws: Draws = 40,
     seed: DrawSeed = 0,
@@ -277,8 +294,8 @@ def search(
     if objective not in list(Objective):
         raise BadInput("--objective", f"must be one of {', '.join(Objective)}", objective)
     has_load = rate is not None or concurrency is not None
-    plan = read_plan(source, batch_size, beyond)
-    space = _space_of(plan, config_file)
+    plan = read_plan(source, batch_size, beyond, _numbers_in(settings, source))
+    space = _space_of(plan, config_file, settings)
     question = searching.Question(
         space=space,
         objective=Objective(objective),
@@ -304,13 +321,25 @@ def search(
     _print_answer(answer)
 
 
-def _space_of(plan: Plan, config_file: Path | None) -> SearchSpace:
+def _numbers_in(settings: list[str] | None, source: Path) -> Sequence[str]:
+    """Settings of a search that are a file's numbers; the others say what to search with a system.json."""
+    from experiments.planning import is_numbers
+
+    return settings or () if is_numbers(source) else ()
+
+
+def _space_of(plan: Plan, config_file: Path | None, settings: list[str] | None) -> SearchSpace:
     from experiments.config import QUICKSTART, load_config
     from experiments.run import search_space
 
-    if plan.search is not None and config_file is not None:
-        raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-    return search_space(plan.search or load_config(config_file or QUICKSTART).search)
+    if plan.search is not None:
+        if config_file is not None:
+            raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
+        return search_space(plan.search)
+    for text in settings or ():
+        if not text.startswith("search."):
+            raise BadInput("--set", "must be like search.budgets=[8]; the rest of a system.json was measured", text)
+    return search_space(load_config(config_file or QUICKSTART, settings=settings or ()).search)
 
 
 def _print_answer(answer: Answer) -> None:
@@ -349,6 +378,7 @@ def export_(
     ] = None,
     config_file: SearchConfigFile = None,
     batch_size: BatchSize = None,
+    settings: NumbersOrSearch = None,
     as_json: AsJson = False,
 ) -> None:
     """The recommended policy, or a given one, as settings of another engine; says what cannot be told to it."""
@@ -360,13 +390,13 @@ def export_(
 
     if engine not in list(Exported):
         raise BadInput("--to", f"must be one of {', '.join(Exported)}", engine)
-    plan = read_plan(source, batch_size)
+    plan = read_plan(source, batch_size, settings=_numbers_in(settings, source))
     if policy is not None and config_file is not None:
         raise BadInput("--config", "says what to search; it is not searched where --policy is given")
     _print_basis(plan)
     workload, system = plan.workload, plan.system
     if policy is None:
-        space = _space_of(plan, config_file)
+        space = _space_of(plan, config_file, settings)
         found = search_policies(space, workload, system, engine=best_engine(workload, system))
         print(found.in_words(), file=sys.stderr)
     wanted = found.recommended.policy if policy is None else load_policy(policy, plan)
@@ -442,6 +472,7 @@ def serve(
     slo_tpot_ms: Annotated[
         float | None, typer.Option("--slo-tpot-ms", min=0, help="Time per further token that goodput counts.")
     ] = None,
+    settings: Numbers = None,
     beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, prompts, outcomes and durations.")] = 0,
     as_json: AsJson = False,
@@ -453,7 +484,7 @@ def serve(
     from sim.serving import Slo
     from sim.serving import serve as serve_load
 
-    plan = read_plan(source, beyond=beyond)
+    plan = read_plan(source, beyond=beyond, settings=settings or ())
     _print_basis(plan)
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))

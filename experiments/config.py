@@ -186,11 +186,9 @@ def load_config(
     if batch_size is not None:
         chosen = chosen.with_value(("workload", "batch_size"), batch_size, "--batch-size")
     for text in settings:
-        keys, value = parse_setting(text, "--set")
-        if keys[0] == REDUCED:
+        if parse_setting(text, "--set")[0][0] == REDUCED:
             raise BadInput("--set", f"must name a setting itself; --{REDUCED} uses those of that section", text)
-        chosen = chosen.with_value(keys, value, f"--set {'.'.join(keys)}")
-    return _checked(chosen)
+    return _checked(chosen.with_settings(settings))
 
 
 def _checked(document: Document) -> ExperimentConfig:
