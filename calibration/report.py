@@ -164,12 +164,9 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
     under "side_by_side"; hit rates by fan-out (`calibration.hit_rates`) under "hit_curves"; the number
     of policies searched under "num_policies"; remarks that belong beside the answer under "notes".
     """
-    blocks = [
-        block for section in sections(summary, details, manifest) for block in (f"## {section.title}", *section.blocks)
-    ]
-    front = [f"# {title(manifest)}", answer(summary), *(f"**{text}**" for text in lost_texts(summary))]
+    front = [answer(summary), *(f"**{text}**" for text in lost_texts(summary))]
     front += [f"**Note:** {note}" for note in details["notes"]]
-    return "\n\n".join([*front, *map(_in_markdown, blocks)]) + "\n"
+    return in_markdown(title(manifest), front, sections(summary, details, manifest))
 
 
 def title(manifest: Mapping[str, Any]) -> str:
@@ -390,7 +387,13 @@ def _pair(predicted: Interval | None, measured: Interval | None, spec: str, *, s
     return " / ".join("-" if value is None else f"{scale * value:{spec}}" for value in values)
 
 
-def _in_markdown(block: Block) -> str:
+def in_markdown(heading: str, front: Sequence[str], parts: Sequence[Section]) -> str:
+    """A document of a heading, what stands first, and sections; figures are files in `figures/`."""
+    blocks = [block for part in parts for block in (f"## {part.title}", *part.blocks)]
+    return "\n\n".join([f"# {heading}", *front, *map(_block_in_markdown, blocks)]) + "\n"
+
+
+def _block_in_markdown(block: Block) -> str:
     match block:
         case Table(head, rows):
             return markdown_table(head, rows)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from experiments.config import ExperimentConfig
     from experiments.planning import Plan
-    from experiments.searching import Answer
-    from experiments.uncertainty import Uncertainty
+    from experiments.searching import Answer, Question
+    from experiments.stages import Stages
     from sim.search_space import SearchSpace
 
 EXIT_BAD_INPUT = 2
@@ -267,6 +267,11 @@ def search(
     map_file: Annotated[
         Path | None, typer.Option("--map", help="Write a figure (SVG) of where SSD wins, ties and loses.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for a report (HTML, Markdown) with sensitivity and map, and for tables."),
+    ] = None,
+    overwrite: Overwrite = False,
     num_workers: Annotated[
         int | None,
         typer.Option("--num-workers", min=1, help="Processes, used once it pays; the cores unless given; 1: none."),
@@ -278,15 +283,20 @@ def search(
     beyond: BeyondProfile = None,
     draws: Draws = 40,
     seed: DrawSeed = 0,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Rank policies and recommend the simplest of the best: the best SSD and SD of every speculation length, and AR.
 
     From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
     """
+    from rich.console import Console
+
     from experiments import searching
+    from experiments.output import check_free
     from experiments.planning import read_plan
     from experiments.served import load_of
+    from experiments.stages import Stages
     from sim.objective import Objective
     from sim.serving import Slo
     from sim.workers import Workers, num_cores
@@ -294,6 +304,8 @@ def search(
     if objective not in list(Objective):
         raise BadInput("--objective", f"must be one of {', '.join(Objective)}", objective)
     has_load = rate is not None or concurrency is not None
+    if out is not None:
+        check_free(out, overwrite=overwrite)
     plan = read_plan(source, batch_size, beyond, _numbers_in(settings, source))
     space = _space_of(plan, config_file, settings)
     question = searching.Question(
@@ -305,20 +317,43 @@ def search(
         engine=engine,
         seed=seed,
         num_draws=draws,
-        with_sensitivity=what_if,
-        with_map=map_file is not None,
+        with_sensitivity=what_if or out is not None,
+        with_map=map_file is not None or out is not None,
         workers=Workers(num_workers or num_cores(), cluster),
     )
     _print_basis(plan)
-    answer = searching.answer(question, plan)
-    if map_file is not None and answer.win_map is not None:
-        from experiments.figures import win_map
-
-        win_map(answer.win_map.to_dict(), map_file)
+    stages = Stages(Console(stderr=True), quiet=quiet)
+    answer = searching.answer(question, plan, stages)
+    if map_file is not None:
+        _draw_map(answer, map_file)
+    if out is not None:
+        _write_search(out, overwrite, question, plan, source, answer, stages)
     if as_json:
         print(json.dumps(answer.to_dict(plan), indent=1))
-        return
-    _print_answer(answer)
+    else:
+        _print_answer(answer, with_sensitivity=what_if)
+    if out is not None:
+        print(f"wrote {out / 'report.html'}", file=sys.stderr)
+
+
+def _draw_map(answer: Answer, path: Path) -> None:
+    from experiments.figures import win_map
+
+    if answer.win_map is None:
+        raise BadInput("--map", f"cannot be drawn; {answer.no_map}")
+    win_map(answer.win_map.to_dict(), path)
+
+
+def _write_search(
+    out: Path, overwrite: bool, question: Question, plan: Plan, source: Path, answer: Answer, stages: Stages
+) -> None:
+    from experiments.output import output_folder
+    from experiments.search_report import search_manifest, write_search
+
+    manifest = search_manifest(question, plan, source, answer, stages)
+    with output_folder(out, overwrite=overwrite) as folder:
+        write_search(folder, answer, plan, manifest)
+    print(f"digest {manifest['digest'][:16]}, of the result {manifest['digest_of_result'][:16]}", file=sys.stderr)
 
 
 def _numbers_in(settings: list[str] | None, source: Path) -> Sequence[str]:
@@ -342,8 +377,8 @@ def _space_of(plan: Plan, config_file: Path | None, settings: list[str] | None) 
     return search_space(load_config(config_file or QUICKSTART, settings=settings or ()).search)
 
 
-def _print_answer(answer: Answer) -> None:
-    from experiments.searching import FOUND_HEAD, FRONT_HEAD, SENSITIVITY_HEAD, found_rows, front_rows, sensitivity_rows
+def _print_answer(answer: Answer, *, with_sensitivity: bool) -> None:
+    from experiments.searching import FRONT_HEAD, SENSITIVITY_HEAD, found_table, front_rows, sensitivity_rows
     from experiments.served import SERVED_HEAD, served_row
 
     console, found = _console(as_json=False), answer.found
@@ -351,7 +386,7 @@ def _print_answer(answer: Answer) -> None:
         _print_table(FRONT_HEAD, front_rows(answer.batches), console)
     for size, reason in answer.batches.refused.items():
         print(f"batches of {size}: {reason}", file=sys.stderr)
-    _print_table(FOUND_HEAD, found_rows(found), console)
+    _print_table(*found_table(answer), console)
     for note in dict.fromkeys(note for prediction in found.best_of_each_length() for note in prediction.notes):
         print(note, file=sys.stderr)
     if answer.goodput is not None:
@@ -360,12 +395,11 @@ def _print_answer(answer: Answer) -> None:
         policy, reason = found.infeasible[0]
         num = len(found.infeasible)
         print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
-    if answer.moved is not None:
-        _print_uncertainty(answer.moved)
-    if answer.sensitivity is not None:
+    if with_sensitivity and answer.sensitivity is not None:
         _print_table(SENSITIVITY_HEAD, sensitivity_rows(answer.sensitivity), console)
     print(f"{found.num_policies} policies: {found.stopped}", file=sys.stderr)
-    console.print(answer.in_words(), highlight=False, markup=False)
+    for sentence in (*answer.remarks(), answer.in_words()):
+        console.print(f"{sentence}.", highlight=False, markup=False)
 
 
 @app.command("export")
@@ -829,32 +863,6 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
     for prediction in predictions:
         for note in prediction.notes:
             print(f"{prediction.policy.name}: {note}", file=sys.stderr)
-
-
-def _print_uncertainty(moved: Uncertainty) -> None:
-    """Of the policies that are sometimes the best, and then of every range by itself."""
-    from experiments.uncertainty import SHARE_INSIDE
-
-    interval = f"in {100 * SHARE_INSIDE:.0f} % of draws"
-    columns = zip(moved.policies, moved.intervals, moved.best_shares, moved.mean_losses, strict=True)
-    rows = [
-        (policy.name, f"{low:.1f} to {high:.1f}", f"{100 * share:.0f}", f"{100 * loss:.1f}")
-        for policy, (low, high), share, loss in columns
-    ]
-    console = _console(as_json=False)
-    _print_table(("tokens/s", interval, "best, % of draws", "mean loss, %"), rows, console)
-    each = [
-        (
-            entry.range.in_words(),
-            "{:.1f} .. {:.1f}".format(*entry.tokens_per_s),
-            " .. ".join(dict.fromkeys(policy.name for policy in entry.best)),
-            "{:.1f} .. {:.1f}".format(*(100 * lost for lost in entry.lost)),
-            entry.range.because or "given",
-        )
-        for entry in moved.sensitivities
-    ]
-    _print_table(("one range at a time", "tokens/s of the best", "then best", "lost, %", "why"), each, console)
-    console.print(moved.in_words(), highlight=False, markup=False)
 
 
 def _rate(estimate: Any) -> str:

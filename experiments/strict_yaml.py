@@ -77,7 +77,7 @@ class Document:
         return replace(self, data=_with_value(self.data, path, value), given={**self.given, path: option})
 
     def with_settings(self, settings: Iterable[str]) -> Document:
-        """The document with what `--set` gave, each like `section.key=value`. Raises `BadInput` as `with_value` does."""
+        """The document with what `--set` gave, each like `section.key=value`. Raises `BadInput` as `with_value`."""
         chosen = self
         for text in settings:
             keys, value = parse_setting(text, "--set")
