@@ -23,6 +23,7 @@ from experiments.searching import Question, parse_batch_sizes
 from sim.errors import BadInput
 from sim.objective import Objective
 from sim.search_space import SearchSpace
+from tests.experiments.browser import assert_sound, needs_browser
 
 Saguaro = Callable[..., tuple[int, str, str]]
 NUMBERS = """
@@ -152,6 +153,7 @@ def test_benchmark_searches_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> N
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
+FIGURES = ["rates_by_length", "latency_throughput", "win_map", "what_if"]
 SMALL = "search={speculation_lengths: [2], budgets: [8], fan_out_rules: [uniform], fallbacks: [none]}"
 
 
@@ -181,7 +183,7 @@ def test_a_report_begins_with_the_answer_and_needs_no_other_file(report: Path) -
     titles = [title.text for title in document.iter("h2")]
     assert titles == re.findall(r"^## (.+)$", markdown, re.MULTILINE)
     figures = [figure.attrib["id"] for figure in document.iter("figure")]
-    assert figures == ["rates_by_length", "latency_throughput", "win_map", "what_if"]
+    assert figures == FIGURES
     assert all((report / "figures" / f"{name}.svg").is_file() for name in figures)
     assert manifest["record"] == "search" and manifest["digest"] in markdown and "**front**" in markdown
 
@@ -213,3 +215,9 @@ def test_the_same_question_has_the_same_digests_and_another_seed_has_not(saguaro
 def test_a_finished_report_is_not_overwritten_unasked(saguaro: Saguaro, report: Path) -> None:
     code, out, err = saguaro("search", "numbers.yaml", "--draws", "0", "--out", report)
     assert code == 2 and out == "" and "already exists" in err
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_browser_without_network_shows_the_report_whole(report: Path, tmp_path: Path, width: int) -> None:
+    assert_sound(report / "report.html", tmp_path, width=width, figures=FIGURES)
