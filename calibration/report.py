@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibration.profile import flattened
+from sim.win_map import TIE
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ PREDICTED_AGAINST_MEASURED = Picture(
 TIMELINE = Picture("timeline", "Timeline of some rounds, measured above simulated")
 ACCEPTED_COUNTS = Picture("accepted_counts", "How many tokens a round accepts, measured and simulated")
 HIT_RATE_BY_FAN_OUT = Picture("hit_rate_by_fan_out", "Hit rate by fan-out: of the calibration record, and measured")
-PICTURES = (PREDICTED_AGAINST_MEASURED, ACCEPTED_COUNTS, HIT_RATE_BY_FAN_OUT, TIMELINE)
+WIN_MAP = Picture("win_map", "Where SSD wins, ties and loses against the better of AR and SD; the star is this system")
+PICTURES = (PREDICTED_AGAINST_MEASURED, ACCEPTED_COUNTS, HIT_RATE_BY_FAN_OUT, TIMELINE, WIN_MAP)
 
 Interval = Mapping[str, Any]  # value, low, high; a bound is None where there is no interval
 
@@ -70,6 +72,11 @@ ROUND_TIMES = (
 
 SPEEDUPS = {"sd_over_ar": "SD over AR", "ssd_over_ar": "SSD over AR", "ssd_over_sd": "SSD over SD"}
 
+MAP_DEFINITION = (
+    "**map**: the idealised model: acceptance is alike everywhere, the draft's times are scaled together, builds are "
+    "waited for; hit curves, widths and slow-downs are the system's. Every kind of policy takes its best setting at "
+    f"every point; within {100 * TIE:.0f} % is a tie."
+)
 DEFINITIONS = [
     "**tokens/s**: decode only. Tokens that rounds emitted over decode time, totals over totals; the prefill and "
     "the token that it emits are left out. *End-to-end tokens/s* includes both.",
@@ -100,6 +107,7 @@ DEFINITIONS = [
     "accepted, and all before it.",
     "**build hidden behind verification**: share of the time of builds during which a verification ran. *Awaiting the "
     "build* is the rest that the target had to wait for.",
+    MAP_DEFINITION,
     "**regret**: share of tokens/s lost by running the recommended policy and not the best of those measured, "
     "which are AR, the best SD and the best SSD of the search: it shows a wrong kind of decoding, not a wrong "
     "fan-out.",
@@ -161,7 +169,8 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
     `summary` is the content of summary.json. `details` holds, by policy name, `measured` and `simulated` figures of
     merit (`calibration.breakdown.figures_of_merit`) under "policies"; the engines' cross-checks under "engines"; texts
     that differ from AR's under "differences"; what the roles cost each other (`calibration.side_by_side`), or None,
-    under "side_by_side"; hit rates by fan-out (`calibration.hit_rates`) under "hit_curves"; the number
+    under "side_by_side"; hit rates by fan-out (`calibration.hit_rates`) under "hit_curves"; a map (`sim.win_map`), or
+    None, under "map", and what it says of the system, or why there is none, under "map_in_words"; the number
     of policies searched under "num_policies"; remarks that belong beside the answer under "notes".
     """
     front = [answer(summary), *(f"**{text}**" for text in lost_texts(summary))]
@@ -196,6 +205,7 @@ def sections(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: M
             _round_time_table(summary, details),
             TIMELINE,
         ),
+        Section("Where SSD wins", *_map(details)),
         Section("Alone and side by side", *_side_by_side(details["side_by_side"])),
         Section(
             "Two engines",
@@ -339,6 +349,11 @@ def _side_by_side(found: Mapping[str, Any] | None) -> list[Block]:
     head = ["operation", "rows", "tokens of each", "context", "alone, ms", "beside the other role, ms", "ratio"]
     gain = f"Side by side the roles do {found['gain']:.2f} times the work that they do one after the other in that time"
     return [Table(head, rows), f"{gain} (2: neither slows the other; 1: they take turns)."]
+
+
+def _map(details: Mapping[str, Any]) -> list[Block]:
+    sentence = f"{details['map_in_words']}."
+    return [sentence] if details["map"] is None else [sentence, WIN_MAP]
 
 
 def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:

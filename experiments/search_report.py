@@ -13,7 +13,7 @@ from typing import Any
 
 from calibration.digest import digest
 from calibration.profile import flattened
-from calibration.report import Block, Picture, Section, Table, in_markdown
+from calibration.report import MAP_DEFINITION, WIN_MAP, Block, Picture, Section, Table, in_markdown
 from experiments.candidates import candidate_rows, write_candidates
 from experiments.planning import Plan
 from experiments.searching import (
@@ -24,7 +24,6 @@ from experiments.searching import (
     Question,
     found_table,
     front_rows,
-    map_in_words,
     ranges_rows,
     sensitivity_rows,
     what_if_in_words,
@@ -35,7 +34,6 @@ from experiments.uncertainty import SHARE_INSIDE
 from sim.front import Point
 from sim.search import KINDS
 from sim.ties import ERROR_RATE
-from sim.win_map import TIE
 
 SCHEMA = 1
 LIBRARIES = ("numpy", "scipy", "simpy")
@@ -44,7 +42,6 @@ RATES_BY_LENGTH = "rates_by_length"
 LATENCY_THROUGHPUT = Picture(
     "latency_throughput", "Time per token of a row against tokens/s of all rows, the best of every kind and batch size"
 )
-WIN_MAP = Picture("win_map", "Where SSD wins, ties and loses against the better of AR and SD; the star is this system")
 WHAT_IF = Picture("what_if", "Tokens/s of the recommended policy if one quantity is 10 % smaller or larger")
 
 DEFINITIONS = [
@@ -68,9 +65,7 @@ DEFINITIONS = [
     "tokens/s over all devices that the policy uses, those of the draft included. **front**: no other point is better "
     "in one and no worse in the other (Pareto).",
     "**lost, %**: share of the rate that the recommended policy leaves to the best one in that case.",
-    "**map**: acceptance is alike everywhere, the draft's times are scaled together, builds are waited for; hit "
-    "curves, widths and slow-downs are the system's. Every kind of policy takes its best setting at every point. "
-    f"Within {100 * TIE:.0f} % is a tie.",
+    MAP_DEFINITION,
 ]
 
 
@@ -141,7 +136,7 @@ def _front(answer: Answer) -> list[Block]:
 def _map(answer: Answer) -> list[Block]:
     if answer.win_map is None:
         return [f"There is no map: {answer.no_map}."]
-    return [f"{map_in_words(answer.win_map)}.", WIN_MAP]
+    return [f"{answer.win_map.in_words()}.", WIN_MAP]
 
 
 def _what_if(answer: Answer) -> list[Block]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from experiments.numbers import Numbers
@@ -150,7 +149,7 @@ class Answer:
         if self.sensitivity is not None:
             said.append(what_if_in_words(self.sensitivity))
         if self.win_map is not None:
-            said.append(map_in_words(self.win_map))
+            said.append(self.win_map.in_words())
         return said
 
     def to_dict(self, plan: Plan) -> dict[str, Any]:
@@ -298,22 +297,6 @@ def what_if_in_words(what_if: Sensitivity) -> str:
     return (
         f"If it is {percent} wrong, these of {num} quantities make another policy the best (share of tokens/s that "
         f"the recommended one then loses): {costs}{more}"
-    )
-
-
-def map_in_words(found: WinMap) -> str:
-    """Where the system stands on the map, at the next of its points."""
-    place = f"acceptance {found.acceptance:.2f}, a draft step {found.ratio:.2g} of a verification"
-    edges = ((found.acceptances, found.acceptance), (found.ratios, found.ratio))
-    if found.batch_size not in found.batch_sizes or any(not min(e) <= own <= max(e) for e, own in edges):
-        return f"The system lies outside the map ({place}, batches of {found.batch_size})"
-    size = found.batch_sizes.index(found.batch_size)
-    column = int(np.argmin(np.abs(np.subtract(found.acceptances, found.acceptance))))
-    row = int(np.argmin(np.abs(np.log(np.divide(found.ratios, found.ratio)))))
-    verdict, gain = found.verdicts()[size, row, column], found.gain[size, row, column]
-    return (
-        f"On the map of the idealised model SSD {verdict} at the system's own place ({place}, batches of "
-        f"{found.batch_size}): {gain:.2f} times the better of AR and SD"
     )
 
 
