@@ -214,7 +214,7 @@ def sections(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: M
         ),
         Section("Definitions", DEFINITIONS),
         Section("Not modelled yet", [text.format(at_a_time=_at_a_time(manifest)) for text in NOT_MODELLED]),
-        Section("How it was made", _manifest_table(manifest)),
+        Section("How it was made", manifest_table(manifest)),
     ]
 
 
@@ -376,7 +376,8 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
     return Table(head, rows)
 
 
-def _manifest_table(manifest: Mapping[str, Any]) -> Table:
+def manifest_table(manifest: Mapping[str, Any]) -> Table:
+    """On what and how a run was made."""
     rows = [["date", str(manifest["date"])], ["version", manifest["version"]], ["digest", manifest["digest"]]]
     for part in ("identity", "settings"):
         rows += [[f"{part}: {key}", str(value)] for key, value in flattened(manifest[part]).items()]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from experiments.config import ExperimentConfig
+    from experiments.dry_run import Command
     from experiments.planning import Plan
     from experiments.searching import Answer, Question
     from experiments.stages import Stages
@@ -159,12 +160,13 @@ def profile(
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
+    from experiments.dry_run import Command
     from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     out = out or Path("out") / f"{config.name}-profile"
     if dry_run:
-        _print_dry_run(config, out, None, only_profile=True, as_json=as_json)
+        _print_dry_run(config, out, None, Command.PROFILE, as_json=as_json)
         return
     console = _console(as_json=as_json)
     if not (resume and is_finished(out, config.to_dict())):
@@ -554,13 +556,14 @@ def run(
     """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
     from calibration.profile import Profile
     from experiments.config import load_config
+    from experiments.dry_run import Command
     from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
     if dry_run:
-        _print_dry_run(config, out, profile_folder, only_profile=False, as_json=as_json)
+        _print_dry_run(config, out, profile_folder, Command.RUN, as_json=as_json)
         return
     console = _console(as_json=as_json)
     if not (resume and is_finished(out, config.to_dict())):
@@ -587,31 +590,42 @@ def validate(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     reduced: Reduced = False,
+    settings: Settings = None,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use the profiles of an earlier validation; measure none.")
     ] = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Run many held-out configurations for real and set every prediction beside its measurement."""
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.dry_run import Command
+    from experiments.output import LEDGER, is_finished, resumable_folder
     from experiments.validation import for_largest_batch, print_validation, read_profiles, run_validation
 
-    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed))
+    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed, settings=settings or ()))
     earlier = read_profiles(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
+    if dry_run:
+        _print_dry_run(config, out, profile_folder, Command.VALIDATE, as_json=as_json)
+        return
     console = _console(as_json=as_json)
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.stages import Stages
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.stages import Stages
 
-        stages = Stages(console)
-        with open_bench(config, stages) as bench:
-            validation = run_validation(config, bench, folder, stages, earlier)
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                run_validation(config, bench, folder, stages, earlier, Ledger(folder / LEDGER, stages.spare))
+    validation = json.loads((out / "validation.json").read_text())
     print_validation(validation, console)
-    console.print(f"wrote {out / 'validation.md'}", highlight=False)
+    _print_record(out, console, report="validation.html")
     if as_json:
         print(json.dumps(validation, indent=1))
     lossless = validation["lossless"]
@@ -810,11 +824,11 @@ def _console(*, as_json: bool) -> Console:
 
 
 def _print_dry_run(
-    config: ExperimentConfig, out: Path, earlier: Path | None, *, only_profile: bool, as_json: bool
+    config: ExperimentConfig, out: Path, earlier: Path | None, command: Command, *, as_json: bool
 ) -> None:
     from experiments.dry_run import dry_run
 
-    print(dry_run(config, out, earlier, only_profile=only_profile, as_json=as_json).rstrip())
+    print(dry_run(config, out, earlier, command, as_json=as_json).rstrip())
 
 
 def _print_record(out: Path, console: Console, *, report: str = "", as_json: bool = False) -> None:

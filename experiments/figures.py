@@ -294,6 +294,63 @@ def what_if(found: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+# ----------------------------------------------------------------------------------------------------- of a validation
+
+
+def predicted_measured(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Predicted over measured tokens/s of all configurations, with both intervals; on the line they are equal. `rows`
+    are those of validation.json."""
+    figure = Figure(figsize=(6.6, 5.6), layout="constrained")
+    axes = figure.subplots()
+    for kind, (_, marker, face) in KIND_LOOKS.items():
+        own = [row for row in rows if row["policy"]["kind"] == kind]
+        measured, predicted = ([row[side]["tokens_per_s"] for row in own] for side in ("measured", "predicted"))
+        x, y = ([estimate["value"] for estimate in side] for side in (measured, predicted))
+        looks: dict[str, Any] = {"fmt": marker, "color": "black", "markerfacecolor": face, "elinewidth": 0.7}
+        widths: dict[str, Any] = {"xerr": _half_widths(measured), "yerr": _half_widths(predicted), "capsize": 2}
+        axes.errorbar(x, y, label=kind.upper(), markersize=7, **widths, **looks)
+    ends = [row[side]["tokens_per_s"]["value"] for row in rows for side in ("measured", "predicted")]
+    edges = 0.9 * min(ends), 1.05 * max(ends)
+    axes.plot(edges, edges, color="black", linewidth=0.8, linestyle=":", label="equal")
+    axes.set_xlabel("measured tokens/s")
+    axes.set_ylabel("predicted tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=4)
+    _save(figure, path)
+
+
+# Of the whole error and its parts: marker, face, what it is called.
+PART_LOOKS = {
+    "tokens_per_s": ("D", "#1f4e79", "all together: tokens/s"),
+    "latency_and_overlap": ("o", "#8fb3d9", "latency and overlap"),
+    "tokens_per_round": ("s", "white", "tokens per round"),
+}
+
+
+def errors_by_configuration(rows: Sequence[Mapping[str, Any]], noise: float, path: Path) -> None:
+    """The error of every configuration with its interval, and its parts; the grey band is what repeats of a real run
+    differ by, a share of tokens/s. `rows` are those of validation.json."""
+    figure = Figure(figsize=(8.6, 1.6 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(-100 * noise, 100 * noise, color="#e2e2e2", zorder=0, label="noise")
+    axes.axvline(0, color="black", linewidth=0.8)
+    for part, (marker, face, name) in PART_LOOKS.items():
+        errors = [row["error"][part] for row in rows]
+        values = [100 * error["value"] for error in errors]
+        looks: dict[str, Any] = {"color": "black", "markerfacecolor": face, "markersize": 6, "label": name}
+        if part == "tokens_per_s":
+            widths = [[100 * width for width in side] for side in _half_widths(errors)]
+            axes.errorbar(values, range(len(rows)), xerr=widths, fmt=marker, capsize=2, elinewidth=0.7, **looks)
+        else:
+            axes.plot(values, range(len(rows)), marker, **looks)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("predicted over measured, minus 1, in %")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=4)
+    _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasSVG(figure).print_svg(str(path))
