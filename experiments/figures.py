@@ -343,7 +343,8 @@ def errors_by_configuration(rows: Sequence[Mapping[str, Any]], noise: float, pat
             axes.errorbar(values, range(len(rows)), xerr=widths, fmt=marker, capsize=2, elinewidth=0.7, **looks)
         else:
             axes.plot(values, range(len(rows)), marker, **looks)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    names = [row["name"] if row["batch_size"] == 1 else f"{row['name']}, {row['batch_size']} rows" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("predicted over measured, minus 1, in %")
     axes.spines[["top", "right"]].set_visible(False)
