@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -295,7 +296,7 @@ def search(
     from rich.console import Console
 
     from experiments import searching
-    from experiments.output import check_free
+    from experiments.output import output_files, output_folder
     from experiments.planning import read_plan
     from experiments.served import load_of
     from experiments.stages import Stages
@@ -306,8 +307,6 @@ def search(
     if objective not in list(Objective):
         raise BadInput("--objective", f"must be one of {', '.join(Objective)}", objective)
     has_load = rate is not None or concurrency is not None
-    if out is not None:
-        check_free(out, overwrite=overwrite)
     plan = read_plan(source, batch_size, beyond, _numbers_in(settings, source))
     space = _space_of(plan, config_file, settings)
     question = searching.Question(
@@ -325,11 +324,14 @@ def search(
     )
     _print_basis(plan)
     stages = Stages(Console(stderr=True), quiet=quiet)
-    answer = searching.answer(question, plan, stages)
-    if map_file is not None:
-        _draw_map(answer, map_file)
-    if out is not None:
-        _write_search(out, overwrite, question, plan, source, answer, stages)
+    with ExitStack() as outputs:
+        folder = outputs.enter_context(output_folder(out, overwrite=overwrite)) if out else None
+        figure = outputs.enter_context(output_files(map_file, overwrite=overwrite)) if map_file else None
+        answer = searching.answer(question, plan, stages)
+        if figure is not None:
+            _draw_map(answer, figure)
+        if folder is not None:
+            _write_search(folder, question, plan, source, answer, stages)
     if as_json:
         print(json.dumps(answer.to_dict(plan), indent=1))
     else:
@@ -346,15 +348,11 @@ def _draw_map(answer: Answer, path: Path) -> None:
     win_map(answer.win_map.to_dict(), path)
 
 
-def _write_search(
-    out: Path, overwrite: bool, question: Question, plan: Plan, source: Path, answer: Answer, stages: Stages
-) -> None:
-    from experiments.output import output_folder
+def _write_search(folder: Path, question: Question, plan: Plan, source: Path, answer: Answer, stages: Stages) -> None:
     from experiments.search_report import search_manifest, write_search
 
     manifest = search_manifest(question, plan, source, answer, stages)
-    with output_folder(out, overwrite=overwrite) as folder:
-        write_search(folder, answer, plan, manifest)
+    write_search(folder, answer, plan, manifest)
     print(f"digest {manifest['digest'][:16]}, of the result {manifest['digest_of_result'][:16]}", file=sys.stderr)
 
 

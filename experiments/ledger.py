@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from calibration.profile import differences, read_samples, write_samples
+from experiments.output import sync, sync_folder
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencySample
@@ -99,7 +100,10 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         kind.write(value, part)
         _write_json(seconds, _seconds_of(path))
+        sync(part)
+        sync(_seconds_of(path))
         part.rename(path)
+        sync_folder(path.parent)
 
 
 NOWHERE = Ledger()
