@@ -293,8 +293,6 @@ def search(
 
     From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
     """
-    from rich.console import Console
-
     from experiments import searching
     from experiments.output import output_files, output_folder
     from experiments.planning import read_plan
@@ -323,7 +321,7 @@ def search(
         workers=Workers(num_workers or num_cores(), cluster),
     )
     _print_basis(plan)
-    stages = Stages(Console(stderr=True), quiet=quiet)
+    stages = Stages(_console(as_json=True), quiet=quiet)
     with ExitStack() as outputs:
         folder = outputs.enter_context(output_folder(out, overwrite=overwrite)) if out else None
         figure = outputs.enter_context(output_files(map_file, overwrite=overwrite)) if map_file else None
@@ -509,12 +507,14 @@ def serve(
     settings: Numbers = None,
     beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, prompts, outcomes and durations.")] = 0,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve requests as they arrive, by continuous batching: latencies, throughput, goodput of every policy given."""
     from experiments.planning import read_plan
     from experiments.policies import load_policy
-    from experiments.served import SERVED_HEAD, load_of, served_row
+    from experiments.served import SERVED_HEAD, load_of, served_in_words, served_row
+    from experiments.stages import Stages
     from sim.serving import Slo
     from sim.serving import serve as serve_load
 
@@ -523,15 +523,18 @@ def serve(
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
-    reports = [serve_load(wanted, load, plan.workload, plan.system, seed, slo=slo) for wanted in policies]
+    with Stages(_console(as_json=True), quiet=quiet).watched("serve the load", len(policies)) as watched:
+        reports = [serve_load(p, load, plan.workload, plan.system, seed, slo=slo) for p in watched(policies)]
     _print_digest([report.to_dict() for report in reports])
     if as_json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
         return
-    _print_table(SERVED_HEAD, [served_row(report) for report in reports], _console(as_json=False))
+    console = _console(as_json=False)
+    _print_table(SERVED_HEAD, [served_row(report) for report in reports], console)
     for report in reports:
         for note in filter(None, (report.extrapolated, report.note)):
             print(f"{report.name}: {note}", file=sys.stderr)
+    console.print(f"{served_in_words(reports)}.", highlight=False, markup=False)
 
 
 @app.command()
