@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibration.profile import flattened
+from sim.win_map import TIE
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ PREDICTED_AGAINST_MEASURED = Picture(
 TIMELINE = Picture("timeline", "Timeline of some rounds, measured above simulated")
 ACCEPTED_COUNTS = Picture("accepted_counts", "How many tokens a round accepts, measured and simulated")
 HIT_RATE_BY_FAN_OUT = Picture("hit_rate_by_fan_out", "Hit rate by fan-out: of the calibration record, and measured")
-PICTURES = (PREDICTED_AGAINST_MEASURED, ACCEPTED_COUNTS, HIT_RATE_BY_FAN_OUT, TIMELINE)
+WIN_MAP = Picture("win_map", "Where SSD wins, ties and loses against the better of AR and SD; the star is this system")
+PICTURES = (PREDICTED_AGAINST_MEASURED, ACCEPTED_COUNTS, HIT_RATE_BY_FAN_OUT, TIMELINE, WIN_MAP)
 
 Interval = Mapping[str, Any]  # value, low, high; a bound is None where there is no interval
 
@@ -70,6 +72,11 @@ ROUND_TIMES = (
 
 SPEEDUPS = {"sd_over_ar": "SD over AR", "ssd_over_ar": "SSD over AR", "ssd_over_sd": "SSD over SD"}
 
+MAP_DEFINITION = (
+    "**map**: the idealised model: acceptance is alike everywhere, the draft's times are scaled together, builds are "
+    "waited for; hit curves, widths and slow-downs are the system's. Every kind of policy takes its best setting at "
+    f"every point; within {100 * TIE:.0f} % is a tie."
+)
 DEFINITIONS = [
     "**tokens/s**: decode only. Tokens that rounds emitted over decode time, totals over totals; the prefill and "
     "the token that it emits are left out. *End-to-end tokens/s* includes both.",
@@ -100,6 +107,7 @@ DEFINITIONS = [
     "accepted, and all before it.",
     "**build hidden behind verification**: share of the time of builds during which a verification ran. *Awaiting the "
     "build* is the rest that the target had to wait for.",
+    MAP_DEFINITION,
     "**regret**: share of tokens/s lost by running the recommended policy and not the best of those measured, "
     "which are AR, the best SD and the best SSD of the search: it shows a wrong kind of decoding, not a wrong "
     "fan-out.",
@@ -161,15 +169,13 @@ def report(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Map
     `summary` is the content of summary.json. `details` holds, by policy name, `measured` and `simulated` figures of
     merit (`calibration.breakdown.figures_of_merit`) under "policies"; the engines' cross-checks under "engines"; texts
     that differ from AR's under "differences"; what the roles cost each other (`calibration.side_by_side`), or None,
-    under "side_by_side"; hit rates by fan-out (`calibration.hit_rates`) under "hit_curves"; the number
+    under "side_by_side"; hit rates by fan-out (`calibration.hit_rates`) under "hit_curves"; a map (`sim.win_map`), or
+    None, under "map", and what it says of the system, or why there is none, under "map_in_words"; the number
     of policies searched under "num_policies"; remarks that belong beside the answer under "notes".
     """
-    blocks = [
-        block for section in sections(summary, details, manifest) for block in (f"## {section.title}", *section.blocks)
-    ]
-    front = [f"# {title(manifest)}", answer(summary), *(f"**{text}**" for text in lost_texts(summary))]
+    front = [answer(summary), *(f"**{text}**" for text in lost_texts(summary))]
     front += [f"**Note:** {note}" for note in details["notes"]]
-    return "\n\n".join([*front, *map(_in_markdown, blocks)]) + "\n"
+    return in_markdown(title(manifest), front, sections(summary, details, manifest))
 
 
 def title(manifest: Mapping[str, Any]) -> str:
@@ -199,6 +205,7 @@ def sections(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: M
             _round_time_table(summary, details),
             TIMELINE,
         ),
+        Section("Where SSD wins", *_map(details)),
         Section("Alone and side by side", *_side_by_side(details["side_by_side"])),
         Section(
             "Two engines",
@@ -207,7 +214,7 @@ def sections(summary: Mapping[str, Any], details: Mapping[str, Any], manifest: M
         ),
         Section("Definitions", DEFINITIONS),
         Section("Not modelled yet", [text.format(at_a_time=_at_a_time(manifest)) for text in NOT_MODELLED]),
-        Section("How it was made", _manifest_table(manifest)),
+        Section("How it was made", manifest_table(manifest)),
     ]
 
 
@@ -344,6 +351,11 @@ def _side_by_side(found: Mapping[str, Any] | None) -> list[Block]:
     return [Table(head, rows), f"{gain} (2: neither slows the other; 1: they take turns)."]
 
 
+def _map(details: Mapping[str, Any]) -> list[Block]:
+    sentence = f"{details['map_in_words']}."
+    return [sentence] if details["map"] is None else [sentence, WIN_MAP]
+
+
 def _milliseconds(times: Mapping[str, float] | None, key: str) -> str:
     return "-" if times is None else f"{1e3 * times[key]:.2f}"
 
@@ -364,7 +376,8 @@ def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
     return Table(head, rows)
 
 
-def _manifest_table(manifest: Mapping[str, Any]) -> Table:
+def manifest_table(manifest: Mapping[str, Any]) -> Table:
+    """On what and how a run was made."""
     rows = [["date", str(manifest["date"])], ["version", manifest["version"]], ["digest", manifest["digest"]]]
     for part in ("identity", "settings"):
         rows += [[f"{part}: {key}", str(value)] for key, value in flattened(manifest[part]).items()]
@@ -390,7 +403,13 @@ def _pair(predicted: Interval | None, measured: Interval | None, spec: str, *, s
     return " / ".join("-" if value is None else f"{scale * value:{spec}}" for value in values)
 
 
-def _in_markdown(block: Block) -> str:
+def in_markdown(heading: str, front: Sequence[str], parts: Sequence[Section]) -> str:
+    """A document of a heading, what stands first, and sections; figures are files in `figures/`."""
+    blocks = [block for part in parts for block in (f"## {part.title}", *part.blocks)]
+    return "\n\n".join([f"# {heading}", *front, *map(_block_in_markdown, blocks)]) + "\n"
+
+
+def _block_in_markdown(block: Block) -> str:
     match block:
         case Table(head, rows):
             return markdown_table(head, rows)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from calibration.profile import flattened
-from calibration.report import in_words, markdown_table
+from calibration.report import Picture, Section, Table, in_markdown, in_words, manifest_table
 
 CAUSES = {
     "latency_and_overlap": "latency and overlap (the measured rounds, timed by the simulator), % of tokens/s",
@@ -17,24 +16,34 @@ CAUSES = {
     "all_together": "all together, % of tokens/s",
 }
 
-DEFINITIONS = """\
-- **held out**: no test prompt and no configuration but AR was seen by the profile or the fit.
-- **error**: predicted over measured tokens/s (decode only), minus 1; of hit rates the difference in points.
-- **predicted** knows how fast the machine was during the run, from reference policies of another K that decoded
-  calibration prompts in between; **forecast** is made from the profile alone.
-- **intervals**: 95 % bootstraps over blocks of test prompts and groups of calibration prompts, one draw for all
-  configurations. Those of a configuration's tokens/s and latency are widened by what repeats differ by, drift left out.
-- **noise**: by how much a repeat of a configuration differs from the mean of its other repeats, on average: what a
-  prediction by another real run of the same prompts is off. **Drift** is the part that all configurations share, which
-  the reference policies in between share too.
-- **not distinguishable**: the error's interval holds 0.
-- **latency and overlap**: the rounds that were measured - their accepted counts, sources, rows, contexts - timed by the
-  fitted system, against the clock. What this leaves is acceptance and hits.
-- **rank correlation**: Spearman's, of the speed-ups over AR of the same batch size, AR itself left out.
-- **regret**: tokens/s that the policy recommended before the run loses against the best of its rivals (the fastest
-  measured), all measured again with fresh prompts and seeds; of several batch sizes the largest counts. Its interval
-  includes the luck of the choice.
-- **ablations**: the same predictions with a part of the model left out."""
+PREDICTED_MEASURED = Picture(
+    "predicted_measured",
+    "Predicted against measured tokens/s of every configuration; measured intervals hold what repeats differ by",
+)
+ERRORS = Picture(
+    "errors", "Error of every configuration, and the parts of it: latency with overlap, and tokens per round"
+)
+
+DEFINITIONS = [
+    "**held out**: no test prompt and no configuration but AR was seen by the profile or the fit.",
+    "**error**: predicted over measured tokens/s (decode only), minus 1; of hit rates the difference in points.",
+    "**predicted** knows how fast the machine was during the run, from reference policies of another K that decoded "
+    "calibration prompts in between; **forecast** is made from the profile alone.",
+    "**intervals**: 95 % bootstraps over blocks of test prompts and groups of calibration prompts, one draw for all "
+    "configurations. Those of a configuration's tokens/s and latency are widened by what repeats differ by, drift "
+    "left out.",
+    "**noise**: by how much a repeat of a configuration differs from the mean of its other repeats, on average: "
+    "what a prediction by another real run of the same prompts is off. **Drift** is the part that all "
+    "configurations share, which the reference policies in between share too.",
+    "**not distinguishable**: the error's interval holds 0.",
+    "**latency and overlap**: the rounds that were measured - their accepted counts, sources, rows, contexts - "
+    "timed by the fitted system, against the clock. What this leaves is acceptance and hits.",
+    "**rank correlation**: Spearman's, of the speed-ups over AR of the same batch size, AR itself left out.",
+    "**regret**: tokens/s that the policy recommended before the run loses against the best of its rivals (the "
+    "fastest measured), all measured again with fresh prompts and seeds; of several batch sizes the largest counts. "
+    "Its interval includes the luck of the choice.",
+    "**ablations**: the same predictions with a part of the model left out.",
+]
 
 
 def answer(validation: Mapping[str, Any]) -> str:
@@ -104,40 +113,47 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def validation_report(validation: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """`validation.md` from the contents of validation.json and manifest.json."""
-    parts = [
-        f"# {validation['name']}: predictions against measurements",
-        answer(validation),
-        _tolerances(validation),
-        "\n\n".join(in_a_sentence(pays) for pays in validation["does_ssd_pay"]),
-        "## Every configuration",
-        markdown_table(*table_of_rows(validation["rows"])),
-        "## Why predictions were off",
-        markdown_table(
-            ["cause", "mean absolute error", "mean signed error", "forecast: absolute", "signed"],
-            list(_causes(validation["causes"], validation["forecast"]["causes"])),
-        ),
-        "## With a part of the model left out",
-        markdown_table(
-            ["left out", "mean absolute error of tokens/s, %", "of hit rates, points", "rank correlation", "unchanged"],
-            [_ablation(name, own) for name, own in validation["ablations"].items()],
-        ),
-        "*Unchanged* are configurations for which leaving it out has no meaning; they keep their prediction.",
-        "## Regret",
-        markdown_table(
-            ["batch", "recommended", "best on fresh prompts", "lost, %"],
-            [
-                [str(r["batch_size"]), r["recommended"], r["best_measured"], in_words(r["regret"], ".1f", scale=100)]
-                for r in validation["regret_by_batch_size"]
-            ],
-        ),
-        "## Cost",
-        _cost(validation),
-        "## Definitions",
-        DEFINITIONS,
-        "## What ran where",
-        "\n".join(f"- {name}: {value}" for name, value in flattened(manifest["identity"]).items()),
+    notes = [f"**Note:** {note}" for note in notes_of(validation)]
+    return in_markdown(title(validation), [answer(validation), *notes], sections(validation, manifest))
+
+
+def title(validation: Mapping[str, Any]) -> str:
+    return f"{validation['name']}: predictions against measurements"
+
+
+def notes_of(validation: Mapping[str, Any]) -> list[str]:
+    """What belongs beside the answer: tolerances, and that a run was interrupted."""
+    return [*filter(None, [_tolerances(validation)]), *validation["notes"]]
+
+
+def sections(validation: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Section]:
+    """Everything below the answer, for any renderer."""
+    causes = Table(
+        ["cause", "mean absolute error", "mean signed error", "forecast: absolute", "signed"],
+        list(_causes(validation["causes"], validation["forecast"]["causes"])),
+    )
+    ablations = Table(
+        ["left out", "mean absolute error of tokens/s, %", "of hit rates, points", "rank correlation", "unchanged"],
+        [_ablation(name, own) for name, own in validation["ablations"].items()],
+    )
+    regrets = Table(
+        ["batch", "recommended", "best on fresh prompts", "lost, %"],
+        [
+            [str(r["batch_size"]), r["recommended"], r["best_measured"], in_words(r["regret"], ".1f", scale=100)]
+            for r in validation["regret_by_batch_size"]
+        ],
+    )
+    unchanged = "*Unchanged* are configurations for which leaving it out has no meaning; they keep their prediction."
+    return [
+        Section("Does SSD pay?", [in_a_sentence(pays) for pays in validation["does_ssd_pay"]]),
+        Section("Every configuration", PREDICTED_MEASURED, Table(*table_of_rows(validation["rows"])), ERRORS),
+        Section("Why predictions were off", causes),
+        Section("With a part of the model left out", ablations, unchanged),
+        Section("Regret", regrets),
+        Section("Cost", _cost(validation)),
+        Section("Definitions", DEFINITIONS),
+        Section("How it was made", manifest_table(manifest)),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _tolerances(validation: Mapping[str, Any]) -> str:

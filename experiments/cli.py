@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from experiments.config import ExperimentConfig
+    from experiments.dry_run import Command
     from experiments.planning import Plan
-    from experiments.searching import Answer
-    from experiments.uncertainty import Uncertainty
+    from experiments.searching import Answer, Question
+    from experiments.stages import Stages
     from sim.search_space import SearchSpace
 
 EXIT_BAD_INPUT = 2
@@ -72,7 +74,8 @@ PolicyText = Annotated[
     str, typer.Option("--policy", help="Policy file (YAML), or inline: '{kind: sd, speculation_length: 4}'.")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Prompts of a system.json decoded together; 1 unless given.")
+    int | None,
+    typer.Option("--batch-size", min=1, help="Prompts decoded together; the file's number or, of a system.json, 1."),
 ]
 OtherBatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts decoded together, instead of the file's number.")
@@ -94,6 +97,20 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="A setting instead of the file's: workload.temperature=0.7; several times."
+    ),
+]
+Numbers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A number instead of the file's: times.verify_ms=12; several times."
+    ),
+]
+NumbersOrSearch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A number instead of the file's: times.verify_ms=12; of a system.json what to search: search.budgets=[8].",
     ),
 ]
 DryRun = Annotated[
@@ -144,12 +161,13 @@ def profile(
 ) -> None:
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
+    from experiments.dry_run import Command
     from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     out = out or Path("out") / f"{config.name}-profile"
     if dry_run:
-        _print_dry_run(config, out, None, only_profile=True, as_json=as_json)
+        _print_dry_run(config, out, None, Command.PROFILE, as_json=as_json)
         return
     console = _console(as_json=as_json)
     if not (resume and is_finished(out, config.to_dict())):
@@ -194,6 +212,7 @@ def simulate(
     policy: PolicyText,
     engine: Annotated[Engine, typer.Option("--engine", help="Exact expectation, or sampled runs.")] = Engine.EXACT,
     batch_size: BatchSize = None,
+    settings: Numbers = None,
     beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled runs.")] = 0,
     half_width: Annotated[
@@ -207,7 +226,7 @@ def simulate(
     from experiments.policies import load_policy
     from sim.simulate import predict
 
-    plan = read_plan(source, batch_size, beyond)
+    plan = read_plan(source, batch_size, beyond, settings or ())
     _print_basis(plan)
     wanted = load_policy(policy, plan)
     prediction = predict(wanted, plan.workload, plan.system, engine=engine, seed=seed, relative_half_width=half_width)
@@ -248,6 +267,11 @@ def search(
     map_file: Annotated[
         Path | None, typer.Option("--map", help="Write a figure (SVG) of where SSD wins, ties and loses.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for a report (HTML, Markdown) with sensitivity and map, and for tables."),
+    ] = None,
+    overwrite: Overwrite = False,
     num_workers: Annotated[
         int | None,
         typer.Option("--num-workers", min=1, help="Processes, used once it pays; the cores unless given; 1: none."),
@@ -255,9 +279,11 @@ def search(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Run on the Dask cluster whose scheduler has this address.")
     ] = None,
+    settings: NumbersOrSearch = None,
     beyond: BeyondProfile = None,
     draws: Draws = 40,
     seed: DrawSeed = 0,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Rank policies and recommend the simplest of the best: the best SSD and SD of every speculation length, and AR.
@@ -265,8 +291,10 @@ def search(
     From a file of numbers: also how far the answer moves over the ranges of what is assumed or not known exactly.
     """
     from experiments import searching
+    from experiments.output import output_files, output_folder
     from experiments.planning import read_plan
     from experiments.served import load_of
+    from experiments.stages import Stages
     from sim.objective import Objective
     from sim.serving import Slo
     from sim.workers import Workers, num_cores
@@ -274,8 +302,8 @@ def search(
     if objective not in list(Objective):
         raise BadInput("--objective", f"must be one of {', '.join(Objective)}", objective)
     has_load = rate is not None or concurrency is not None
-    plan = read_plan(source, batch_size, beyond)
-    space = _space_of(plan, config_file)
+    plan = read_plan(source, batch_size, beyond, _numbers_in(settings, source))
+    space = _space_of(plan, config_file, settings)
     question = searching.Question(
         space=space,
         objective=Objective(objective),
@@ -285,33 +313,67 @@ def search(
         engine=engine,
         seed=seed,
         num_draws=draws,
-        with_sensitivity=what_if,
-        with_map=map_file is not None,
+        with_sensitivity=what_if or out is not None,
+        with_map=map_file is not None or out is not None,
         workers=Workers(num_workers or num_cores(), cluster),
     )
     _print_basis(plan)
-    answer = searching.answer(question, plan)
-    if map_file is not None and answer.win_map is not None:
-        from experiments.figures import win_map
-
-        win_map(answer.win_map.to_dict(), map_file)
+    stages = Stages(_console(as_json=True), quiet=quiet)
+    with ExitStack() as outputs:
+        folder = outputs.enter_context(output_folder(out, overwrite=overwrite)) if out else None
+        figure = outputs.enter_context(output_files(map_file, overwrite=overwrite)) if map_file else None
+        answer = searching.answer(question, plan, stages)
+        if figure is not None:
+            _draw_map(answer, figure)
+        if folder is not None:
+            _write_search(folder, question, plan, source, answer, stages)
     if as_json:
         print(json.dumps(answer.to_dict(plan), indent=1))
-        return
-    _print_answer(answer)
+    else:
+        _print_answer(answer, with_sensitivity=what_if)
+    if out is not None:
+        print(f"wrote {out / 'report.html'}", file=sys.stderr)
 
 
-def _space_of(plan: Plan, config_file: Path | None) -> SearchSpace:
+def _draw_map(answer: Answer, path: Path) -> None:
+    from experiments.figures import win_map
+
+    if answer.win_map is None:
+        raise BadInput("--map", f"cannot be drawn; {answer.no_map}")
+    win_map(answer.win_map.to_dict(), path)
+
+
+def _write_search(folder: Path, question: Question, plan: Plan, source: Path, answer: Answer, stages: Stages) -> None:
+    from experiments.search_report import search_manifest, write_search
+
+    manifest = search_manifest(question, plan, source, answer, stages)
+    write_search(folder, answer, plan, manifest)
+    print(f"digest {manifest['digest'][:16]}, of the result {manifest['digest_of_result'][:16]}", file=sys.stderr)
+
+
+def _numbers_in(settings: list[str] | None, source: Path) -> Sequence[str]:
+    """Settings of a search that are a file's numbers; the others say what to search with a system.json."""
+    from experiments.planning import is_numbers
+
+    return settings or () if is_numbers(source) else ()
+
+
+def _space_of(plan: Plan, config_file: Path | None, settings: list[str] | None) -> SearchSpace:
     from experiments.config import QUICKSTART, load_config
     from experiments.run import search_space
 
-    if plan.search is not None and config_file is not None:
-        raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
-    return search_space(plan.search or load_config(config_file or QUICKSTART).search)
+    if plan.search is not None:
+        if config_file is not None:
+            raise BadInput("--config", "goes with a system.json; a file of numbers has its own search section")
+        return search_space(plan.search)
+    for text in settings or ():
+        if not text.startswith("search."):
+            raise BadInput("--set", "must be like search.budgets=[8]; the rest of a system.json was measured", text)
+    return search_space(load_config(config_file or QUICKSTART, settings=settings or ()).search)
 
 
-def _print_answer(answer: Answer) -> None:
-    from experiments.searching import FOUND_HEAD, FRONT_HEAD, SENSITIVITY_HEAD, found_rows, front_rows, sensitivity_rows
+def _print_answer(answer: Answer, *, with_sensitivity: bool) -> None:
+    from experiments.searching import FRONT_HEAD, SENSITIVITY_HEAD, found_table, front_rows, sensitivity_rows
     from experiments.served import SERVED_HEAD, served_row
 
     console, found = _console(as_json=False), answer.found
@@ -319,7 +381,7 @@ def _print_answer(answer: Answer) -> None:
         _print_table(FRONT_HEAD, front_rows(answer.batches), console)
     for size, reason in answer.batches.refused.items():
         print(f"batches of {size}: {reason}", file=sys.stderr)
-    _print_table(FOUND_HEAD, found_rows(found), console)
+    _print_table(*found_table(answer), console)
     for note in dict.fromkeys(note for prediction in found.best_of_each_length() for note in prediction.notes):
         print(note, file=sys.stderr)
     if answer.goodput is not None:
@@ -328,12 +390,11 @@ def _print_answer(answer: Answer) -> None:
         policy, reason = found.infeasible[0]
         num = len(found.infeasible)
         print(f"{num} policies cannot run or be predicted, {policy.name} for one: {reason}", file=sys.stderr)
-    if answer.moved is not None:
-        _print_uncertainty(answer.moved)
-    if answer.sensitivity is not None:
+    if with_sensitivity and answer.sensitivity is not None:
         _print_table(SENSITIVITY_HEAD, sensitivity_rows(answer.sensitivity), console)
     print(f"{found.num_policies} policies: {found.stopped}", file=sys.stderr)
-    console.print(answer.in_words(), highlight=False, markup=False)
+    for sentence in (*answer.remarks(), answer.in_words()):
+        console.print(f"{sentence}.", highlight=False, markup=False)
 
 
 @app.command()
@@ -391,6 +452,7 @@ def export_(
     ] = None,
     config_file: SearchConfigFile = None,
     batch_size: BatchSize = None,
+    settings: NumbersOrSearch = None,
     as_json: AsJson = False,
 ) -> None:
     """The recommended policy, or a given one, as settings of another engine; says what cannot be told to it."""
@@ -402,13 +464,13 @@ def export_(
 
     if engine not in list(Exported):
         raise BadInput("--to", f"must be one of {', '.join(Exported)}", engine)
-    plan = read_plan(source, batch_size)
+    plan = read_plan(source, batch_size, settings=_numbers_in(settings, source))
     if policy is not None and config_file is not None:
         raise BadInput("--config", "says what to search; it is not searched where --policy is given")
     _print_basis(plan)
     workload, system = plan.workload, plan.system
     if policy is None:
-        space = _space_of(plan, config_file)
+        space = _space_of(plan, config_file, settings)
         found = search_policies(space, workload, system, engine=best_engine(workload, system))
         print(found.in_words(), file=sys.stderr)
     wanted = found.recommended.policy if policy is None else load_policy(policy, plan)
@@ -484,31 +546,37 @@ def serve(
     slo_tpot_ms: Annotated[
         float | None, typer.Option("--slo-tpot-ms", min=0, help="Time per further token that goodput counts.")
     ] = None,
+    settings: Numbers = None,
     beyond: BeyondProfile = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, prompts, outcomes and durations.")] = 0,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve requests as they arrive, by continuous batching: latencies, throughput, goodput of every policy given."""
     from experiments.planning import read_plan
     from experiments.policies import load_policy
-    from experiments.served import SERVED_HEAD, load_of, served_row
+    from experiments.served import SERVED_HEAD, load_of, served_in_words, served_row
+    from experiments.stages import Stages
     from sim.serving import Slo
     from sim.serving import serve as serve_load
 
-    plan = read_plan(source, beyond=beyond)
+    plan = read_plan(source, beyond=beyond, settings=settings or ())
     _print_basis(plan)
     load = load_of(rate, concurrency, max_batch, requests)
     slo = Slo(*(math.inf if ms is None else ms / 1e3 for ms in (slo_ttft_ms, slo_tpot_ms)))
     policies = [load_policy(text, plan) for text in policy]
-    reports = [serve_load(wanted, load, plan.workload, plan.system, seed, slo=slo) for wanted in policies]
+    with Stages(_console(as_json=True), quiet=quiet).watched("serve the load", len(policies)) as watched:
+        reports = [serve_load(p, load, plan.workload, plan.system, seed, slo=slo) for p in watched(policies)]
     _print_digest([report.to_dict() for report in reports])
     if as_json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
         return
-    _print_table(SERVED_HEAD, [served_row(report) for report in reports], _console(as_json=False))
+    console = _console(as_json=False)
+    _print_table(SERVED_HEAD, [served_row(report) for report in reports], console)
     for report in reports:
         for note in filter(None, (report.extrapolated, report.note)):
             print(f"{report.name}: {note}", file=sys.stderr)
+    console.print(f"{served_in_words(reports)}.", highlight=False, markup=False)
 
 
 @app.command()
@@ -531,12 +599,13 @@ def run(
     """Profile, fit, choose, execute AR, the best SD and the best SSD on other prompts, and compare."""
     from calibration.profile import Profile
     from experiments.config import load_config
+    from experiments.dry_run import Command
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
     if dry_run:
-        _print_dry_run(config, out, profile_folder, only_profile=False, as_json=as_json)
+        _print_dry_run(config, out, profile_folder, Command.RUN, as_json=as_json)
         return
     from experiments.run import run_in
 
@@ -554,31 +623,42 @@ def validate(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     seed: Seed = None,
     reduced: Reduced = False,
+    settings: Settings = None,
     profile_folder: Annotated[
         Path | None, typer.Option("--profile", help="Use the profiles of an earlier validation; measure none.")
     ] = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Run many held-out configurations for real and set every prediction beside its measurement."""
     from experiments.config import load_config
-    from experiments.output import output_folder
+    from experiments.dry_run import Command
+    from experiments.output import LEDGER, is_finished, resumable_folder
     from experiments.validation import for_largest_batch, print_validation, read_profiles, run_validation
 
-    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed))
+    config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed, settings=settings or ()))
     earlier = read_profiles(profile_folder) if profile_folder else None
     out = out or Path("out") / config.name
+    if dry_run:
+        _print_dry_run(config, out, profile_folder, Command.VALIDATE, as_json=as_json)
+        return
     console = _console(as_json=as_json)
-    with output_folder(out, overwrite=overwrite) as folder:
-        from experiments.bench import open_bench
-        from experiments.stages import Stages
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            from experiments.bench import open_bench
+            from experiments.ledger import Ledger
+            from experiments.stages import Stages
 
-        stages = Stages(console)
-        with open_bench(config, stages) as bench:
-            validation = run_validation(config, bench, folder, stages, earlier)
+            stages = Stages(console, quiet=quiet)
+            with open_bench(config, stages) as bench:
+                run_validation(config, bench, folder, stages, earlier, Ledger(folder / LEDGER, stages.spare))
+    validation = json.loads((out / "validation.json").read_text())
     print_validation(validation, console)
-    console.print(f"wrote {out / 'validation.md'}", highlight=False)
+    _print_record(out, console, report="validation.html")
     if as_json:
         print(json.dumps(validation, indent=1))
     lossless = validation["lossless"]
@@ -785,11 +865,11 @@ def _console(*, as_json: bool) -> Console:
 
 
 def _print_dry_run(
-    config: ExperimentConfig, out: Path, earlier: Path | None, *, only_profile: bool, as_json: bool
+    config: ExperimentConfig, out: Path, earlier: Path | None, command: Command, *, as_json: bool
 ) -> None:
     from experiments.dry_run import dry_run
 
-    print(dry_run(config, out, earlier, only_profile=only_profile, as_json=as_json).rstrip())
+    print(dry_run(config, out, earlier, command, as_json=as_json).rstrip())
 
 
 def _print_record(out: Path, console: Console, *, report: str = "", as_json: bool = False) -> None:
@@ -838,32 +918,6 @@ def _print_predictions(predictions: Sequence[Any], *, as_json: bool) -> None:
     for prediction in predictions:
         for note in prediction.notes:
             print(f"{prediction.policy.name}: {note}", file=sys.stderr)
-
-
-def _print_uncertainty(moved: Uncertainty) -> None:
-    """Of the policies that are sometimes the best, and then of every range by itself."""
-    from experiments.uncertainty import SHARE_INSIDE
-
-    interval = f"in {100 * SHARE_INSIDE:.0f} % of draws"
-    columns = zip(moved.policies, moved.intervals, moved.best_shares, moved.mean_losses, strict=True)
-    rows = [
-        (policy.name, f"{low:.1f} to {high:.1f}", f"{100 * share:.0f}", f"{100 * loss:.1f}")
-        for policy, (low, high), share, loss in columns
-    ]
-    console = _console(as_json=False)
-    _print_table(("tokens/s", interval, "best, % of draws", "mean loss, %"), rows, console)
-    each = [
-        (
-            entry.range.in_words(),
-            "{:.1f} .. {:.1f}".format(*entry.tokens_per_s),
-            " .. ".join(dict.fromkeys(policy.name for policy in entry.best)),
-            "{:.1f} .. {:.1f}".format(*(100 * lost for lost in entry.lost)),
-            entry.range.because or "given",
-        )
-        for entry in moved.sensitivities
-    ]
-    _print_table(("one range at a time", "tokens/s of the best", "then best", "lost, %", "why"), each, console)
-    console.print(moved.in_words(), highlight=False, markup=False)
 
 
 def _rate(estimate: Any) -> str:

@@ -10,7 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from sim.trace import Lane, Operation, Round, Source, Span, Trace
@@ -28,6 +30,7 @@ LOOKS: dict[Operation, tuple[str, str]] = {
 SOURCE_MARKS = {source: "" if source is Source.SYNCHRONOUS else source.value for source in Source}
 # By the source of the round: line, marker, and how far beside its place the marker stands, so that none hides another.
 HIT_LOOKS = {"hit": ("-", "o", 0.97), "miss": ("--", "s", 1.03)}
+PANELS_IN_A_ROW = 3  # of a map
 LANES = (Lane.DRAFT, Lane.TARGET)  # from below
 
 
@@ -166,28 +169,31 @@ def _mark_round(axes: Axes, r: Round, origin_s: float) -> None:
     axes.text(middle_ms, len(LANES) - 0.5, mark, ha="center", va="bottom", fontsize=7, clip_on=True)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasSVG(figure).print_svg(str(path))
-
-
 def win_map(found: Mapping[str, Any], path: Path) -> None:
     """Where SSD wins, ties and loses, a panel for each batch size, from `WinMap.to_dict`; a star is the system's own
     point. Regions have hatches of their own, and lines of equal gain are labelled."""
     sizes = found["batch_sizes"]
-    figure = Figure(figsize=(1.0 + 3.0 * len(sizes), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for axes, size, gain in zip(panels, sizes, found["gain"], strict=True):
+    num_columns = min(len(sizes), PANELS_IN_A_ROW)
+    num_rows = -(-len(sizes) // num_columns)
+    figure = Figure(figsize=(1.0 + 3.0 * num_columns, 0.9 + 3.2 * num_rows), layout="constrained")
+    panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).ravel()
+    for axes in panels[len(sizes) :]:
+        axes.remove()
+    for axes, size, gain in zip(panels, sizes, found["gain"], strict=False):
         _draw_regions(axes, found, np.asarray(gain))
         axes.set_title(f"batch {size}", loc="left", fontsize=10)
         axes.set_xlabel("acceptance")
         if size == found["own"]["batch_size"]:
             place = found["own"]["acceptance"], found["own"]["draft_over_verify"]
-            axes.plot(*place, marker="*", markersize=16, color="white", markeredgecolor="black", clip_on=False)
-    panels[0].set_ylabel("draft step / verification")
+            axes.plot(*place, clip_on=False, zorder=5, **STAR)
+    for axes in panels[::num_columns]:
+        axes.set_ylabel("draft step / verification")
     looks = [("SSD wins", "white", "///"), ("tie", "#c8c8c8", ""), ("SSD loses", "#808080", "...")]
     handles = [Patch(facecolor=colour, edgecolor="black", hatch=hatch, label=name) for name, colour, hatch in looks]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    star = Line2D([], [], label="this system", **STAR)
+    figure.legend(
+        handles=[*handles, star], loc="outside lower center", ncols=2 if num_columns == 1 else 4, frameon=False
+    )
     _save(figure, path)
 
 
@@ -198,7 +204,154 @@ def _draw_regions(axes: Axes, found: Mapping[str, Any], gain: FloatArray) -> Non
         x, y, gain, edges, colors=["#808080", "#c8c8c8", "white"], hatches=["...", "", "///"], extend="neither"
     )
     lines = axes.contour(x, y, gain, [0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0], colors="black", linewidths=0.8)
-    axes.clabel(lines, fmt="%gx", fontsize=8)
+    for label in axes.clabel(lines, fmt="%gx", fontsize=8):
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(min(x), max(x))
     axes.set_ylim(min(y), max(y))
+
+
+# --------------------------------------------------------------------------------------------------------- of a search
+
+# By the kind of decoding: line, marker, face of the marker.
+KIND_LOOKS = {"ar": (":", "s", "white"), "sd": ("--", "o", "#8fb3d9"), "ssd": ("-", "D", "#1f4e79")}
+STAR: dict[str, Any] = {"marker": "*", "markersize": 17, "color": "#ffd24d", "markeredgecolor": "black", "linewidth": 0}
+
+
+def rates_by_length(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Tokens/s of the best policy of every kind and speculation length. `curves` holds, by kind, entries of `length`,
+    `value`, `low` and `high`, the ends of the error bars, and `recommended`."""
+    figure = Figure(figsize=(7.4, 4.3), layout="constrained")
+    axes = figure.subplots()
+    for kind, points in curves.items():
+        line, marker, face = KIND_LOOKS[kind]
+        places, values = [point["length"] for point in points], [point["value"] for point in points]
+        looks: dict[str, Any] = {"fmt": line + marker, "color": "black", "markerfacecolor": face, "markersize": 7}
+        axes.errorbar(places, values, _half_widths(points), label=kind.upper(), capsize=3, linewidth=1.2, **looks)
+        for point in points:
+            if point["recommended"]:
+                axes.plot(point["length"], point["value"], label="recommended", zorder=5, **STAR)
+    for point in curves.get("ar", ()):
+        axes.axhline(point["value"], color="black", linestyle=":", linewidth=1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("speculation length K")
+    axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=4)
+    _save(figure, path)
+
+
+def latency_throughput(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """What a row waits for a token against what all rows get, the number of rows beside each point; the line joins the
+    points that no other beats in both. Entries hold `kind`, `batch_size`, `ms_per_token`, `throughput`, `on_front` and
+    `recommended`."""
+    figure = Figure(figsize=(7.4, 4.6), layout="constrained")
+    axes = figure.subplots()
+    front = sorted((point["ms_per_token"], point["throughput"]) for point in points if point["on_front"])
+    axes.plot(*zip(*front, strict=True), color="black", linewidth=1.6, label="front", zorder=1)
+    for kind, (_, marker, face) in KIND_LOOKS.items():
+        own = [point for point in points if point["kind"] == kind]
+        places = [point["ms_per_token"] for point in own], [point["throughput"] for point in own]
+        looks: dict[str, Any] = {"marker": marker, "markerfacecolor": face, "markeredgecolor": "black"}
+        axes.plot(*places, linestyle="none", markersize=7, label=f"best {kind.upper()}", **looks)
+    for point in points:
+        place = point["ms_per_token"], point["throughput"]
+        if point["recommended"]:
+            axes.plot(*place, label="recommended", zorder=5, **STAR)
+        axes.annotate(str(point["batch_size"]), place, (8, -3), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("milliseconds per token of a row; the numbers are rows decoded together")
+    axes.set_ylabel("tokens/s of all rows")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=5)
+    _save(figure, path)
+
+
+def what_if(found: Mapping[str, Any], path: Path) -> None:
+    """Tokens/s of the recommended policy with one quantity too small and too large, as bars from the rate as measured,
+    from `Sensitivity.to_dict`; a cross marks where another policy would be chosen."""
+    rows, as_measured = found["rows"], found["tokens_per_s"]
+    names = list(dict.fromkeys(row["quantity"] for row in rows))
+    figure = Figure(figsize=(7.4, 1.6 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        too_large = row["factor"] > 1
+        level = len(names) - names.index(row["quantity"]) + (0.2 if too_large else -0.2)
+        looks: dict[str, Any] = {"color": "#1f4e79"} if too_large else {"color": "#dbe8f4", "hatch": "///"}
+        label = f"{100 * (row['factor'] - 1):+.0f} %"
+        axes.barh(level, row["tokens_per_s"] - as_measured, 0.38, as_measured, edgecolor="black", label=label, **looks)
+        if row["changes"]:
+            axes.plot(row["tokens_per_s"], level, "kx", markersize=8, label="another policy would be chosen")
+    axes.axvline(as_measured, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names), 0, -1), names)
+    axes.set_xlabel("tokens/s of the recommended policy")
+    axes.spines[["top", "right"]].set_visible(False)
+    labelled = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), frameon=False, loc="outside upper left", ncols=3)
+    _save(figure, path)
+
+
+# ----------------------------------------------------------------------------------------------------- of a validation
+
+
+def predicted_measured(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Predicted over measured tokens/s of all configurations, with both intervals; on the line they are equal. `rows`
+    are those of validation.json."""
+    figure = Figure(figsize=(6.6, 5.6), layout="constrained")
+    axes = figure.subplots()
+    for kind, (_, marker, face) in KIND_LOOKS.items():
+        own = [row for row in rows if row["policy"]["kind"] == kind]
+        measured, predicted = ([row[side]["tokens_per_s"] for row in own] for side in ("measured", "predicted"))
+        x, y = ([estimate["value"] for estimate in side] for side in (measured, predicted))
+        looks: dict[str, Any] = {"fmt": marker, "color": "black", "markerfacecolor": face, "elinewidth": 0.7}
+        widths: dict[str, Any] = {"xerr": _half_widths(measured), "yerr": _half_widths(predicted), "capsize": 2}
+        axes.errorbar(x, y, label=kind.upper(), markersize=7, **widths, **looks)
+    ends = [row[side]["tokens_per_s"]["value"] for row in rows for side in ("measured", "predicted")]
+    edges = 0.9 * min(ends), 1.05 * max(ends)
+    axes.plot(edges, edges, color="black", linewidth=0.8, linestyle=":", label="equal")
+    axes.set_xlabel("measured tokens/s")
+    axes.set_ylabel("predicted tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=4)
+    _save(figure, path)
+
+
+# Of the whole error and its parts: marker, face, what it is called.
+PART_LOOKS = {
+    "tokens_per_s": ("D", "#1f4e79", "all together: tokens/s"),
+    "latency_and_overlap": ("o", "#8fb3d9", "latency and overlap"),
+    "tokens_per_round": ("s", "white", "tokens per round"),
+}
+
+
+def errors_by_configuration(rows: Sequence[Mapping[str, Any]], noise: float, path: Path) -> None:
+    """The error of every configuration with its interval, and its parts; the grey band is what repeats of a real run
+    differ by, a share of tokens/s. `rows` are those of validation.json."""
+    figure = Figure(figsize=(8.6, 1.6 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(-100 * noise, 100 * noise, color="#e2e2e2", zorder=0, label="noise")
+    axes.axvline(0, color="black", linewidth=0.8)
+    for part, (marker, face, name) in PART_LOOKS.items():
+        errors = [row["error"][part] for row in rows]
+        values = [100 * error["value"] for error in errors]
+        looks: dict[str, Any] = {"color": "black", "markerfacecolor": face, "markersize": 6, "label": name}
+        if part == "tokens_per_s":
+            widths = [[100 * width for width in side] for side in _half_widths(errors)]
+            axes.errorbar(values, range(len(rows)), xerr=widths, fmt=marker, capsize=2, elinewidth=0.7, **looks)
+        else:
+            axes.plot(values, range(len(rows)), marker, **looks)
+    names = [row["name"] if row["batch_size"] == 1 else f"{row['name']}, {row['batch_size']} rows" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("predicted over measured, minus 1, in %")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside upper left", ncols=4)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasSVG(figure).print_svg(str(path))

@@ -49,15 +49,23 @@ def html_report(
     summary: Mapping[str, Any], details: Mapping[str, Any], manifest: Mapping[str, Any], figures: Path
 ) -> str:
     """`report.html`: arguments as of `calibration.report.report`, and the folder of the SVG files that it takes in."""
-    parts = sections(summary, details, manifest)
-    front = [f'<p class="answer">{_inline(answer(summary))}</p>']
-    front += [f'<p class="warning">{_inline(text)}</p>' for text in lost_texts(summary)]
-    front += [f'<p class="note">Note: {_inline(text)}</p>' for text in details["notes"]]
-    return page(title(manifest), front, parts, figures)
+    notes = [*map(warning, lost_texts(summary)), *map(note, details["notes"])]
+    return page(title(manifest), answer(summary), notes, sections(summary, details, manifest), figures)
 
 
-def page(heading: str, front: Sequence[str], parts: Sequence[Section], figures: Path) -> str:
-    """A document of a heading, what stands first, links to the sections, and these."""
+def warning(text: str) -> str:
+    """What must not be overlooked beside the answer."""
+    return f'<p class="warning">{_inline(text)}</p>'
+
+
+def note(text: str) -> str:
+    """What belongs beside the answer."""
+    return f'<p class="note">Note: {_inline(text)}</p>'
+
+
+def page(heading: str, answered: str, notes: Sequence[str], parts: Sequence[Section], figures: Path) -> str:
+    """A document of a heading, the answer, its notes, links to the sections, and these."""
+    front = [f'<p class="answer">{_inline(answered)}</p>', *notes]
     links = "\n".join(f'<a href="#{_anchor(part.title)}">{escape(part.title)}</a>' for part in parts)
     body = [f"<h1>{escape(heading)}</h1>", *front, f"<nav>{links}</nav>"]
     for part in parts:

@@ -6,11 +6,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from calibration.profile import differences, read_samples, write_samples
+from experiments.output import sync, sync_folder
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
 from sim.latency import LatencySample
@@ -53,11 +55,19 @@ class Ledger:
     def __init__(self, folder: Path | None = None, on_found: Callable[[float], None] = lambda seconds: None) -> None:
         self._folder, self._on_found = folder, on_found
         self._session = 0 if folder is None else len(_sessions(folder))
+        self._prefix = ""
+
+    def within(self, part: str) -> Ledger:
+        """The same ledger for a part of the run, whose names are told from those of other parts."""
+        own = copy(self)
+        own._prefix = f"{self._prefix}{part}/"
+        return own
 
     def once(self, name: str, kind: Kind[T], make: Callable[[], T]) -> T:
         """The value of that name: as an earlier session stored it, else made now and stored."""
         if self._folder is None:
             return make()
+        name = self._prefix + name
         found = self._find(name)
         if found is not None:
             self._on_found(_read_json(_seconds_of(found)))
@@ -76,7 +86,7 @@ class Ledger:
 
     def session_of(self, name: str) -> int:
         """In which attempt at the run a value was made."""
-        found = None if self._folder is None else self._find(name)
+        found = None if self._folder is None else self._find(self._prefix + name)
         return self._session if found is None or self._folder is None else int(found.relative_to(self._folder).parts[0])
 
     def _find(self, name: str) -> Path | None:
@@ -90,7 +100,10 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         kind.write(value, part)
         _write_json(seconds, _seconds_of(path))
+        sync(part)
+        sync(_seconds_of(path))
         part.rename(path)
+        sync_folder(path.parent)
 
 
 NOWHERE = Ledger()

@@ -14,6 +14,7 @@ from sim.workload import Workload
 
 Execute = Callable[[Policy, Workload, int], Trace]  # policy, workload, seed
 MEASURED, COMPANIONS = "measured", "companions"  # in a ledger
+EXECUTE = "execute every configuration"  # the stage of a validation
 
 
 def measure_interleaved(

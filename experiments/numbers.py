@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,9 +200,13 @@ class Numbers:
         return _system(_config(_changed(self.document, stated | dict(values))), self.document)
 
 
-def read_numbers(path: Path) -> Numbers:
-    """Read a file of summary numbers. Raises `BadInput` naming file, line and key."""
-    return numbers_of(read_yaml(path))
+def read_numbers(path: Path, settings: Sequence[str] = (), batch_size: int | None = None) -> Numbers:
+    """Read a file of summary numbers; `settings`, each like `times.verify_ms=12`, and `batch_size` take the place of
+    its own. Raises `BadInput` naming file, line and key, or the option of the command line."""
+    document = read_yaml(path)
+    if batch_size is not None:
+        document = document.with_value(("text", "batch_size"), batch_size, "--batch-size")
+    return numbers_of(document.with_settings(settings))
 
 
 def numbers_of(document: Document) -> Numbers:

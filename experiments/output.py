@@ -60,23 +60,42 @@ def _unfinished_of(path: Path) -> Path:
 
 @contextmanager
 def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind."""
-    path = path.resolve()  # `.`, or a link to a folder
-    check_free(path, overwrite=overwrite)
-    with _unfinished(path) as folder:
+    """A folder to write into that takes the place of `path` when the block ends; an error leaves nothing behind. Raises
+    `BadInput` if another run is writing there."""
+    with resumable_folder(path, overwrite=overwrite, resume=False) as folder:
         yield folder
-        check_free(path, overwrite=overwrite)
-        _take_place(folder, path)
 
 
 def _take_place(folder: Path, path: Path) -> None:
-    """Rename; what stood there goes once the new one is there."""
+    """Rename; what stood there goes once the new one is there, all of it on the disk."""
+    sync(folder)
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
         path.rename(replaced)
     folder.rename(path)
+    sync_folder(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with all that it holds, is on the disk."""
+    if not path.is_dir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return
+    for entry in path.iterdir():
+        sync(entry)
+    sync_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -148,8 +167,10 @@ def output_files(path: Path, *, overwrite: bool) -> Iterator[Path]:
         taken = [path.parent / file.name for file in files if (path.parent / file.name).exists()]
         if taken and not overwrite:
             raise BadInput(str(taken[0]), "already exists; give another --out or --overwrite")
+        sync(folder)
         for file in files:
             os.replace(file, path.parent / file.name)
+        sync_folder(path.parent)
 
 
 @contextmanager

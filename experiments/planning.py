@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,18 +30,23 @@ class Plan:
     doubts: tuple[str, ...] = ()
 
 
-def read_plan(source: Path, batch_size: int | None = None, beyond: str | None = None) -> Plan:
+def is_numbers(source: Path) -> bool:
+    """Whether a plan's source is a file of numbers."""
+    return source.suffix in (".yaml", ".yml")
+
+
+def read_plan(
+    source: Path, batch_size: int | None = None, beyond: str | None = None, settings: Sequence[str] = ()
+) -> Plan:
     """From a system.json, as `saguaro fit` writes it, or a YAML file of numbers. `batch_size` of a system.json is 1
-    unless given; a file of numbers says its own. `beyond` takes the place of what a system.json says of latencies that
-    were not profiled; numbers are functions of every size."""
-    if source.suffix in (".yaml", ".yml"):
-        if batch_size is not None:
-            raise BadInput(
-                "--batch-size", "goes with a system.json; a file of numbers says text.batch_size", batch_size
-            )
+    unless given, that of a file of numbers its own. `beyond` takes the place of what a system.json says of latencies
+    that were not profiled; numbers are functions of every size. `settings` take the place of a file's numbers."""
+    if is_numbers(source):
         if beyond is not None:
             raise BadInput("--beyond", "goes with a system.json; numbers cover every size that occurs", str(beyond))
-        return plan_from(read_numbers(source))
+        return plan_from(read_numbers(source, settings, batch_size))
+    if settings:
+        raise BadInput("--set", "gives numbers of a YAML file; a system.json was measured", settings[0])
     system = System.read(source)
     if beyond is not None:
         system = replace(system, latency=replace(system.latency, beyond=Beyond(beyond)))

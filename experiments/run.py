@@ -32,6 +32,7 @@ from calibration.report import (
     HIT_RATE_BY_FAN_OUT,
     PREDICTED_AGAINST_MEASURED,
     TIMELINE,
+    WIN_MAP,
     report,
 )
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
@@ -57,7 +58,7 @@ from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
 from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
-from sim.errors import RunFailed
+from sim.errors import BadInput, RunFailed
 from sim.metrics import Estimate, overlap, speedup
 from sim.policy import Autoregressive, Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
 from sim.search import SearchResult, search
@@ -65,6 +66,7 @@ from sim.search_space import SearchSpace
 from sim.simulate import cross_check, predict_all, simulate
 from sim.system import System
 from sim.trace import Trace
+from sim.win_map import win_map
 from sim.workload import Workload
 
 SCHEMA = 1
@@ -126,6 +128,7 @@ def run_experiment(
         company = side_by_side(profile.latency)
         best_ssd = found.best("ssd").policy
         details["hit_curves"] = hit_curves(profile.agreement, recorded_workload(profile.agreement), best_ssd, sound[-1])
+        details |= map_around(config, test, system_then)
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
         details["notes"] = [*doubts_about(profile.agreement), *failure_notes(measured), *sessions.notes(), *remarks]
@@ -401,6 +404,15 @@ def cross_check_engines(
     ]
 
 
+def map_around(config: ExperimentConfig, workload: Workload, system: System) -> dict[str, Any]:
+    """Where SSD wins near the system, or why that is not known."""
+    try:
+        around = win_map(search_space(config.search), workload, system)
+    except BadInput as error:
+        return {"map": None, "map_in_words": f"There is no map: {error}"}
+    return {"map": around.to_dict(), "map_in_words": around.in_words()}
+
+
 def agreement_of_engines(checks: Sequence[Mapping[str, Any]]) -> str:
     """The largest difference in one line."""
     worst = max(checks, key=lambda check: abs(check["relative_difference"]))
@@ -471,6 +483,7 @@ def write_results(
 ) -> None:
     """Figures, the two reports and the three JSON files; the timeline shows the two traces given."""
     from experiments.figures import accepted_counts, hit_rate_by_fan_out, predicted_against_measured, timeline
+    from experiments.figures import win_map as draw_map
     from experiments.html_report import html_report
 
     figures = folder / "figures"
@@ -478,6 +491,8 @@ def write_results(
     accepted_counts(details["policies"], figures / f"{ACCEPTED_COUNTS.name}.svg")
     hit_rate_by_fan_out(details["hit_curves"], figures / f"{HIT_RATE_BY_FAN_OUT.name}.svg")
     timeline(measured, simulated, figures / f"{TIMELINE.name}.svg")
+    if details["map"] is not None:
+        draw_map(details["map"], figures / f"{WIN_MAP.name}.svg")
     (folder / "report.md").write_text(report(summary, details, manifest))
     (folder / "report.html").write_text(html_report(summary, details, manifest, figures))
     for name, content in (("summary", summary), ("details", details), ("manifest", manifest)):

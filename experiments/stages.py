@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+T = TypeVar("T")
 SETTLED_S, MIN_STEPS = 3.0, 2  # before which a stage does not say how long it will take
 
 
@@ -50,6 +52,19 @@ class Stages:
         with self.reported(name) as report:
             done = count(1)
             yield lambda: report(next(done), total)
+
+    @contextmanager
+    def watched(self, name: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+        """A stage of `total` steps, each the work on an item: go through the items by the value, several times if need
+        be."""
+        with self.counted(name, total) as advance:
+
+            def advancing(items: Iterable[T]) -> Iterator[T]:
+                for item in items:
+                    yield item
+                    advance()
+
+            yield advancing
 
     @contextmanager
     def reported(self, name: str) -> Iterator[Callable[[int, int], None]]:

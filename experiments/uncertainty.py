@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ class Sensitivity:
     tokens_per_s: tuple[float, float]
     best: tuple[Policy, Policy]
     lost: tuple[float, float]
+
+    @property
+    def gained(self) -> tuple[float, float]:
+        """By what share the best policy at either end is faster there."""
+        low, high = self.lost
+        return low / (1 - low), high / (1 - high)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -105,6 +111,25 @@ class Uncertainty:
             f" {100 * worst:.1f} % at worst"
         )
 
+    def ratio_interval(self, policy: Policy, other: Policy) -> tuple[float, float]:
+        """Between which the ratio of two policies' tokens/s lies in `SHARE_INSIDE` of the draws."""
+        tail = (1 - SHARE_INSIDE) / 2
+        fast, slow = (self.tokens_per_s[:, self.policies.index(p)] for p in (policy, other))
+        low, high = np.quantile(fast / slow, (tail, 1 - tail))
+        return float(low), float(high)
+
+    def ranges_in_words(self) -> str:
+        """Which range by itself makes another policy the best."""
+        ends = [
+            f"{entry.range.key} = {end:g} ({best.name} then, {100 * gained:.1f} % faster)"
+            for entry in self.sensitivities
+            for end, best, gained in zip((entry.range.low, entry.range.high), entry.best, entry.gained, strict=True)
+            if gained > 1e-9
+        ]
+        if not ends:
+            return f"No range by itself makes another policy the best, of {len(self.sensitivities)}"
+        return f"By itself, of {len(self.sensitivities)} ranges, this makes another policy the best: {'; '.join(ends)}"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         columns = zip(self.policies, self.intervals, self.best_shares, self.mean_losses, self.worst_losses, strict=True)
@@ -127,18 +152,25 @@ class Uncertainty:
         }
 
 
-def uncertainty(numbers: Numbers, stated: Sequence[Prediction[Policy]], num_draws: int, seed: int) -> Uncertainty:
+def uncertainty(
+    numbers: Numbers,
+    stated: Sequence[Prediction[Policy]],
+    num_draws: int,
+    seed: int,
+    watched: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Uncertainty:
     """Predict the policies of `stated`, the recommended one first, again in `num_draws` draws of the numbers' ranges.
 
     Draws are predicted by the exact engine; where `stated` is of another one, which knows the ends of batches, they are
-    scaled to it. Raises `BadInput` if the ranges allow what is impossible.
+    scaled to it. The draws, and then the ranges, are gone through by `watched`, which may tell how far it is. Raises
+    `BadInput` if the ranges allow what is impossible.
     """
     policies = [prediction.policy for prediction in stated]
     rate = _Rates(numbers, stated)
     random = np.random.default_rng(seed)
     draws = [{entry.key: _draw(entry, random) for entry in numbers.ranges} for _ in range(num_draws)]
-    tokens_per_s = np.array([rate.at(values) for values in draws])
-    sensitivities = [_sensitivity(entry, policies, rate) for entry in numbers.ranges]
+    tokens_per_s = np.array([rate.at(values) for values in watched(draws)])
+    sensitivities = [_sensitivity(entry, policies, rate) for entry in watched(numbers.ranges)]
     return Uncertainty(tuple(policies), tokens_per_s, tuple(sensitivities), seed)
 
 

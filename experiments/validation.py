@@ -6,30 +6,44 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from calibration.digest import digest
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
 from calibration.slow_moments import usual_runs
 from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
+from calibration.validation_report import (
+    ERRORS,
+    PREDICTED_MEASURED,
+    in_a_sentence,
+    notes_of,
+    sections,
+    table_of_rows,
+    title,
+    validation_report,
+)
 from calibration.validation_report import answer as result_in_words
-from calibration.validation_report import in_a_sentence, table_of_rows, validation_report
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, ValidationConfig
-from experiments.measurement import CompanionRuns, join, measure_interleaved, warm_up
+from experiments.ledger import AGREEMENT, JSON, LATENCY, NOWHERE, Ledger, piece_name
+from experiments.measurement import EXECUTE, CompanionRuns, Warm, join, measure_interleaved, warm_up
 from experiments.planning import best_engine
 from experiments.run import (
+    inputs,
     one_of_each_kind,
     run_manifest,
     search_space,
     trace_policies,
 )
+from experiments.sessions import Sessions
 from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
 from sim.agreement import AgreementRecord
@@ -66,16 +80,20 @@ def run_validation(
     folder: Path,
     stages: Stages,
     earlier: Mapping[int, Profile] | None = None,
+    ledger: Ledger = NOWHERE,
 ) -> dict[str, Any]:
     """Do everything that the `validation` section of `config` asks for, write it into `folder`, return the content of
     validation.json. `config`, and the bench, are of the largest batch size.
 
-    `earlier` are profiles by batch size to use instead of measuring them.
+    `earlier` are profiles by batch size to use instead of measuring them. What an earlier session left in the `ledger`
+    is not done again; raises `BadInput` if it was of another experiment.
     """
     settings = _settings(config)
     test, fresh = test_workloads(config, bench, settings)
     check_before_measuring(config, bench, settings, test, fresh, earlier)
-    profiles = earlier or measure_profiles(config, bench, stages, settings.batch_sizes)
+    manifests = {str(size): profile.manifest for size, profile in (earlier or {}).items()}
+    ledger.same("inputs", inputs(config, bench, test) | {"profiles": digest(manifests)})
+    profiles = earlier or measure_profiles(config, bench, stages, settings.batch_sizes, ledger)
     for batch_size in settings.batch_sizes:
         check_profile(profiles, batch_size, bench, test, fresh)
     with stages.stage("fit and forecast"):
@@ -83,8 +101,9 @@ def run_validation(
         configurations = configurations_of(settings, systems[settings.batch_sizes[0]])
         forecasts = predictions(configurations, test, systems, config.seed)
     stages.console.print(expected_duration(configurations, forecasts, profiles, test, settings), highlight=False)
-    companions = companions_of(config, bench, configurations, settings)
-    traces = measure(bench, configurations, test, companions, stages, settings.repeats, config.seed)
+    ledger.same("configurations", {c.name: c.policy.to_dict() for c in configurations})
+    companions = companions_of(config, bench, configurations, settings, ledger)
+    traces = measure(bench, configurations, test, companions, stages, settings.repeats, config.seed, ledger=ledger)
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
@@ -99,10 +118,14 @@ def run_validation(
             ]
         )
         ablations = ablate(configurations, validation, test, systems_then, config.seed)
-    regrets = measure_regrets(config, bench, configurations, forecasts, validation, fresh, stages)
+    regrets = measure_regrets(config, bench, configurations, forecasts, validation, fresh, stages, ledger)
     answer = summarize(config, settings, validation, ablations, regrets, lossless, configurations, forecasts, traces)
     answer["profile"] = cost_of_profile(profiles, forecasts)
-    write(folder, config, bench, test, profiles, (systems, systems_then), traces, companions, answer, stages)
+    sessions = sessions_of(ledger, configurations, test, settings.repeats)
+    answer["notes"] = sessions.notes()
+    manifest = run_manifest(config, bench.identity, test, next(iter(profiles.values())), stages)
+    manifest["sessions"] = sessions.to_dict()
+    write(folder, profiles, (systems, systems_then), traces, companions, answer, manifest)
     return answer
 
 
@@ -129,22 +152,28 @@ def test_workloads(config: ExperimentConfig, bench: Bench, settings: ValidationC
 
 
 def measure_profiles(
-    config: ExperimentConfig, bench: Bench, stages: Stages, batch_sizes: Sequence[int]
+    config: ExperimentConfig, bench: Bench, stages: Stages, batch_sizes: Sequence[int], ledger: Ledger = NOWHERE
 ) -> dict[int, Profile]:
     """One per batch size: short runs of its own, the agreement record and the latencies of all sizes shared."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     policies = trace_policies(config)
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
-        agreement = bench.measure_agreement(calibration, progress)
+        measured = partial(bench.measure_agreement, calibration, progress)
+        agreement = ledger.once("profile/agreement", AGREEMENT, measured)
     short_runs = {
         size: ShortRuns(
-            bench, policies, workload_of_short_runs(config, replace(calibration, batch_size=size)), config.seed
+            bench,
+            policies,
+            workload_of_short_runs(config, replace(calibration, batch_size=size)),
+            config.seed,
+            ledger.within(f"batch-{size}"),
         )
         for size in batch_sizes
     }
     with stages.reported(LATENCIES) as progress:
-        latency = tuple(bench.measure_latency(in_between(list(short_runs.values()), progress)))
+        measure_latency = partial(bench.measure_latency, in_between(list(short_runs.values()), progress))
+        latency = tuple(ledger.once("profile/latency", LATENCY, measure_latency))
         for runs in short_runs.values():
             runs.up_to(1.0)
     for size, runs in short_runs.items():
@@ -153,7 +182,8 @@ def measure_profiles(
     profiles = {}
     for size in batch_sizes:
         workload, own = replace(calibration, batch_size=size), short_runs[size].traces()
-        manifest = profile_manifest(bench.identity, workload, config.to_dict(), durations_s, latency, len(own))
+        made = partial(profile_manifest, bench.identity, workload, config.to_dict(), durations_s, latency, len(own))
+        manifest = ledger.once(f"profile/manifest-{size}", JSON, made)
         profiles[size] = Profile(agreement, latency, tuple(own), manifest)
     return profiles
 
@@ -271,14 +301,20 @@ def predictions(
 
 
 def companions_of(
-    config: ExperimentConfig, bench: Bench, configurations: Sequence[Configuration], settings: ValidationConfig
+    config: ExperimentConfig,
+    bench: Bench,
+    configurations: Sequence[Configuration],
+    settings: ValidationConfig,
+    ledger: Ledger = NOWHERE,
 ) -> dict[int, CompanionRuns]:
     """Reference policies on calibration prompts, by batch size."""
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     taken = {configuration.policy.speculation_length for configuration in configurations}
     policies = trace_policies(config, taken)
     return {
-        size: CompanionRuns(bench.execute, policies, replace(calibration, batch_size=size), config.seed)
+        size: CompanionRuns(
+            bench.execute, policies, replace(calibration, batch_size=size), config.seed, ledger.within(f"batch-{size}")
+        )
         for size in settings.batch_sizes
     }
 
@@ -291,10 +327,12 @@ def measure(
     stages: Stages,
     repeats: int,
     seed: int,
-    name: str = "execute every configuration",
+    name: str = EXECUTE,
+    ledger: Ledger = NOWHERE,
 ) -> list[list[Trace]]:
     """The repeats of every configuration. A block of prompts goes through all configurations of all batch sizes before
-    the next one, in an order that rotates, so that drift of the machine meets all alike."""
+    the next one, in an order that rotates, so that drift of the machine meets all alike. What the `ledger` holds under
+    `name` is not measured again."""
     block = max(c.batch_size for c in configurations)
     blocks = [workload.select(range(start, start + block)) for start in range(0, len(workload.prompts), block)]
     pieces: list[list[list[Trace]]] = [[[] for _ in range(repeats)] for _ in configurations]
@@ -302,25 +340,33 @@ def measure(
     for number, c in enumerate(configurations):
         by_size.setdefault(c.batch_size, []).append(number)
     with stages.counted(name, len(configurations) * len(workload.prompts) * repeats) as advance:
-        for size, numbers in by_size.items():
-            warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
+        execute = Warm(bench.execute, partial(_warm_up, bench, configurations, by_size, workload))
         for repeat in range(repeats):
             for index, of_block in enumerate(blocks):
                 for size, numbers in by_size.items():
                     turn = (index + repeat * len(blocks)) % len(numbers)
                     rotated = numbers[turn:] + numbers[:turn]
                     measured = measure_interleaved(
-                        bench.execute,
+                        execute,
                         [configurations[n].policy for n in rotated],
                         replace(of_block, batch_size=size),
                         repeats=1,
                         seed=seed + repeat,
                         on_sequence=advance,
                         between=partial(_run_companions, companions.get(size), size),
+                        ledger=ledger.within(f"{name}/batch-{size}"),
+                        name=f"{repeat}/{index}",
                     )
                     for n, (trace,) in zip(rotated, measured, strict=True):
                         pieces[n][repeat].append(trace)
     return [[join(parts) for parts in of_repeat] for of_repeat in pieces]
+
+
+def _warm_up(
+    bench: Bench, configurations: Sequence[Configuration], by_size: Mapping[int, Sequence[int]], workload: Workload
+) -> None:
+    for size, numbers in by_size.items():
+        warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
 
 
 def _run_companions(companions: CompanionRuns | None, times: int) -> None:
@@ -379,6 +425,7 @@ def measure_regrets(
     validation: Validation,
     fresh: Workload,
     stages: Stages,
+    ledger: Ledger = NOWHERE,
 ) -> list[Regret]:
     """By batch size: the best forecast and the fastest measured, both measured anew with fresh prompts and seeds, for
     the fastest of many was also the luckiest."""
@@ -392,7 +439,7 @@ def measure_regrets(
         name = f"the best again on fresh prompts, batches of {size}"
         some = [configurations[n] for n in chosen]
         seed, repeats = config.seed + 1000, _settings(config).repeats
-        traces = measure(bench, some, fresh, {}, stages, repeats, seed, name)
+        traces = measure(bench, some, fresh, {}, stages, repeats, seed, name, ledger)
         lost = estimate_regret(traces, 0)
         rates = [sum(s.num_decoded for t in own for s in t.sequences) / _seconds(own) for own in traces]
         best = chosen[max(range(len(chosen)), key=rates.__getitem__)]
@@ -567,20 +614,32 @@ def cost_of_profile(profiles: Mapping[int, Profile], forecasts: Sequence[Predict
 # --------------------------------------------------------------------------------------------------------------- write
 
 
+def sessions_of(ledger: Ledger, configurations: Sequence[Configuration], test: Workload, repeats: int) -> Sessions:
+    """Which attempt measured what: repeat, block of prompts, and place among those that the block went through."""
+    pieces = {}
+    block = max(c.batch_size for c in configurations)
+    for repeat, index in product(range(repeats), range(len(test.prompts) // block)):
+        place = count()
+        for size in dict.fromkeys(c.batch_size for c in configurations):
+            own = ledger.within(f"{EXECUTE}/batch-{size}")
+            num = sum(c.batch_size == size for c in configurations)
+            for batch, number in product(range(block // size), range(num)):
+                pieces[repeat, index, next(place)] = own.session_of(piece_name(f"{repeat}/{index}", 0, batch, number))
+    return Sessions(pieces)
+
+
 def write(
     folder: Path,
-    config: ExperimentConfig,
-    bench: Bench,
-    test: Workload,
     profiles: Mapping[int, Profile],
     systems: tuple[Mapping[int, System], Mapping[int, System]],
     traces: Sequence[Sequence[Trace]],
     companions: Mapping[int, CompanionRuns],
     answer: Mapping[str, Any],
-    stages: Stages,
+    manifest: Mapping[str, Any],
 ) -> None:
-    """`validation.json`, `validation.md`, `manifest.json`, profiles, the systems of forecast and prediction, every
-    measured trace (`traces/<row>/<repeat>/`) and those of the reference policies in between."""
+    """`validation.json`, `validation.md`, `validation.html` with its figures, `manifest.json`, profiles, the systems of
+    forecast and prediction, every measured trace (`traces/<row>/<repeat>/`) and those of the reference policies in
+    between."""
     before, then = systems
     for size, profile in profiles.items():
         profile.write(folder / "profile" / f"batch-{size}")
@@ -591,10 +650,23 @@ def write(
     for number, repeats in enumerate(traces):
         for repeat, trace in enumerate(repeats):
             trace.write(folder / "traces" / str(number) / str(repeat))
-    manifest = run_manifest(config, bench.identity, test, next(iter(profiles.values())), stages)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, allow_nan=False))
     (folder / "validation.json").write_text(json.dumps(answer, indent=1, allow_nan=False))
-    (folder / "validation.md").write_text(validation_report(answer, manifest))
+    write_reports(folder, answer, manifest)
+
+
+def write_reports(folder: Path, validation: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """The two reports, and their figures."""
+    from experiments.figures import errors_by_configuration, predicted_measured
+    from experiments.html_report import note, page
+
+    figures = folder / "figures"
+    predicted_measured(validation["rows"], figures / f"{PREDICTED_MEASURED.name}.svg")
+    errors_by_configuration(validation["rows"], validation["noise"]["value"], figures / f"{ERRORS.name}.svg")
+    (folder / "validation.md").write_text(validation_report(validation, manifest))
+    notes, parts = [note(text) for text in notes_of(validation)], sections(validation, manifest)
+    html = page(title(validation), result_in_words(validation), notes, parts, figures)
+    (folder / "validation.html").write_text(html)
 
 
 def print_validation(validation: Mapping[str, Any], console: Console) -> None:

@@ -59,9 +59,20 @@ class BatchSearch:
     reason."""
 
     found: dict[int, SearchResult]
-    points: tuple[Point, ...]
     objective: Objective
     refused: dict[int, str]
+    system: System
+
+    def point(self, prediction: Prediction[Policy], batch_size: int) -> Point:
+        """What a batch size gets from a policy."""
+        throughput = prediction.tokens_per_s.value * self.system.placement.num_targets
+        devices = num_devices(prediction.policy, self.system)
+        return Point(batch_size, prediction, tpot_s(prediction, batch_size), throughput, devices)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Of every batch size that of the policy recommended for it."""
+        return tuple(self.point(result.recommended, size) for size, result in self.found.items())
 
     @property
     def front(self) -> list[Point]:
@@ -105,8 +116,7 @@ def search_batch_sizes(
             refused[size] = str(error)
             if len(refused) == len(sizes):
                 raise BadInput("batch_sizes", f"none can be served; {sizes[0]}: {refused[sizes[0]]}", sizes) from None
-    points = tuple(_point(result, system) for result in found.values())
-    return BatchSearch(found, points, Objective(objective), refused)
+    return BatchSearch(found, Objective(objective), refused, system)
 
 
 def _check_size(size: int, system: System) -> None:
@@ -114,10 +124,3 @@ def _check_size(size: int, system: System) -> None:
     if size > system.agreement.num_prompts:
         rule = f"must not exceed the number of texts, {system.agreement.num_prompts} (of numbers their text.batch_size)"
         raise BadInput("batch size", rule, size)
-
-
-def _point(result: SearchResult, system: System) -> Point:
-    prediction = result.recommended
-    throughput = prediction.tokens_per_s.value * system.placement.num_targets
-    devices = num_devices(prediction.policy, system)
-    return Point(result.batch_size, prediction, tpot_s(prediction, result.batch_size), throughput, devices)

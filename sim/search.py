@@ -82,11 +82,15 @@ class SearchResult:
         none is left, with a reason."""
         if kind not in KINDS:
             raise BadInput("kind", f"must be one of {', '.join(KINDS)}", kind)
-        found = next((p for p in [self.recommended, *self.ranked] if isinstance(p.policy, KINDS[kind])), None)
+        found = self.best_if_any(kind)
         if found is None:
             reasons = (f"{policy.name}: {why}" for policy, why in self.infeasible if isinstance(policy, KINDS[kind]))
             raise BadInput(f"policies of kind {kind}", f"none can be chosen; {next(reasons, 'the space has none')}")
         return found
+
+    def best_if_any(self, kind: str) -> Prediction[Policy] | None:
+        """As `best`, and None where none of the kind is left."""
+        return next((p for p in [self.recommended, *self.ranked] if isinstance(p.policy, KINDS[kind])), None)
 
     def in_words(self) -> str:
         """The answer in a sentence, and how much it leaves."""

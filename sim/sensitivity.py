@@ -52,11 +52,12 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What-ifs of every quantity, the costliest first; `loss_as_measured` is what the recommended policy, the simplest
-    of the best, leaves anyway."""
+    """What-ifs of every quantity, the costliest first; `tokens_per_s` and `loss_as_measured` are what the recommended
+    policy, the simplest of the best, makes as measured, and what it leaves anyway."""
 
     recommended: Policy
     num_policies: int
+    tokens_per_s: float
     loss_as_measured: float
     rows: tuple[WhatIf, ...]
 
@@ -64,6 +65,7 @@ class Sensitivity:
         return {
             "recommended": self.recommended.name,
             "num_policies": self.num_policies,
+            "tokens_per_s": self.tokens_per_s,
             "loss_as_measured": self.loss_as_measured,
             "rows": [row.to_dict() for row in self.rows],
         }
@@ -98,7 +100,8 @@ def sensitivity(
         changes = best != as_measured and merit[as_measured] < (1 - NEGLIGIBLE) * merit[best]
         rows.append(WhatIf(name, factor, rate[own], policies[best], rate[best], loss, changes))
     rows.sort(key=lambda row: -row.loss)
-    return Sensitivity(policies[own], len(policies), 1 - merits[0][own] / merits[0][as_measured], tuple(rows))
+    loss = 1 - merits[0][own] / merits[0][as_measured]
+    return Sensitivity(policies[own], len(policies), rates[0][own], loss, tuple(rows))
 
 
 def _compared(found: SearchResult, num_first: int) -> list[Policy]:

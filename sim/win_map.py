@@ -60,6 +60,21 @@ class WinMap:
         loses = np.where(self.gain < 1 - TIE, Verdict.LOSES.value, Verdict.TIES.value)
         return np.where(self.gain > 1 + TIE, Verdict.WINS.value, loses)
 
+    def in_words(self) -> str:
+        """Where the system stands, at the next of the map's points."""
+        place = f"acceptance {self.acceptance:.2f}, a draft step {self.ratio:.2g} of a verification"
+        edges = ((self.acceptances, self.acceptance), (self.ratios, self.ratio))
+        if self.batch_size not in self.batch_sizes or any(not min(e) <= own <= max(e) for e, own in edges):
+            return f"The system lies outside the map ({place}, batches of {self.batch_size})"
+        size = self.batch_sizes.index(self.batch_size)
+        column = int(np.argmin(np.abs(np.subtract(self.acceptances, self.acceptance))))
+        row = int(np.argmin(np.abs(np.log(np.divide(self.ratios, self.ratio)))))
+        verdict, gain = self.verdicts()[size, row, column], self.gain[size, row, column]
+        return (
+            f"On the map of the idealised model SSD {verdict} at the system's own place ({place}, batches of "
+            f"{self.batch_size}): {gain:.2f} times the better of AR and SD"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
         return {

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from calibration.profile import write_samples
+from experiments.candidates import COLUMNS
 from sim.latency import LatencySample
 from sim.policy import SpeculativeSpeculative
 from sim.simulate import simulate
@@ -44,3 +45,8 @@ def test_every_column_stands_on_the_page(table: str, folder: Path) -> None:
 def test_csv_holds_what_parquet_holds(table: str, folder: Path) -> None:
     rows = pq.read_table(folder / f"{table}.parquet")
     assert pyarrow.csv.read_csv(folder / f"{table}.csv").cast(rows.schema).equals(rows)
+
+
+def test_columns_of_candidates_stand_on_the_page() -> None:
+    section = PAGE.split("### candidates\n")[1].split("\n#")[0]
+    assert ROW.findall(section) == list(COLUMNS.items())

@@ -90,6 +90,8 @@ def details_of(traces: dict[str, list[Trace]]) -> dict[str, Any]:
         ],
         "num_policies": 245,
         "notes": ["a remark."],
+        "map": None,
+        "map_in_words": "There is no map: none was asked for",
         "hit_curves": {
             "policy": "SSD",
             "predicted": [{"source": "hit", "fan_outs": [1, 2], "hit_rates": [0.5, 0.7]}],

@@ -13,6 +13,7 @@ from experiments.html_report import _inline
 from experiments.ledger import NOWHERE
 from experiments.run import run_experiment
 from experiments.stages import Stages
+from tests.experiments.browser import assert_sound, needs_browser
 from tests.experiments.fake_bench import FakeBench
 
 HTML, SVG = "", "{http://www.w3.org/2000/svg}"
@@ -97,3 +98,9 @@ def test_both_reports_say_the_same(document: ET.Element, folder: Path) -> None:
 )
 def test_marks_of_the_text(text: str, html: str) -> None:
     assert _inline(text) == html
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_browser_without_network_shows_it_whole(folder: Path, tmp_path: Path, width: int) -> None:
+    assert_sound(folder / "report.html", tmp_path, width=width, figures=[picture.name for picture in PICTURES])

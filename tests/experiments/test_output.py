@@ -1,6 +1,7 @@
 """An output appears whole or not at all, and nothing that exists is replaced unasked."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,41 @@ def test_a_file_beside_the_one_asked_for_is_not_replaced_either(tmp_path: Path) 
         file.with_name("system.agreement.parquet").write_text("new")
     assert (tmp_path / "system.agreement.parquet").read_text() == "precious"
     assert not (tmp_path / "system.json").exists()
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with output_folder(out, overwrite=False) as folder:
+        with (
+            pytest.raises(BadInput, match="another run is writing there"),
+            output_folder(out, overwrite=True),
+        ):
+            pytest.fail("the work must not start")
+        write(folder, "first")
+    assert (out / "result.txt").read_text() == "first"
+
+
+def test_what_appears_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file and folder is synchronised before its name appears, and the name after it."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synchronised(handle: int) -> None:
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        calls.append(("rename", str(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synchronised)
+    monkeypatch.setattr(Path, "rename", renamed)
+    out = tmp_path / "out"
+    with output_folder(out, overwrite=False) as folder:
+        (folder / "below").mkdir()
+        write(folder / "below", "first")
+    appears = calls.index(("rename", str(out)))
+    before = {path for what, path in calls[:appears] if what == "sync"}
+    names = ("", "/below", "/below/manifest.json", "/below/result.txt")
+    assert before >= {f"{folder}{name}" for name in names}
+    assert ("sync", str(tmp_path)) in calls[appears:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -10,8 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from pyarrow import csv
+from pyarrow import parquet as pq
 
 from experiments.benchmark import SPACE
+from experiments.candidates import COLUMNS
 from experiments.cli import main
 from experiments.config import QUICKSTART
 from experiments.search_benchmark import bench_search
@@ -19,6 +23,7 @@ from experiments.searching import Question, parse_batch_sizes
 from sim.errors import BadInput
 from sim.objective import Objective
 from sim.search_space import SearchSpace
+from tests.experiments.browser import assert_sound, needs_browser
 
 Saguaro = Callable[..., tuple[int, str, str]]
 NUMBERS = """
@@ -81,7 +86,9 @@ def test_tables_end_with_the_answer_in_a_sentence(saguaro: Saguaro) -> None:
     assert code == 0 and "every policy of the space was evaluated" in err
     for part in ("recommended", "ms per token", "if wrong", "AR", "SD K=1"):
         assert part in out
-    assert "are the best by tokens_per_s" in out.splitlines()[-1]
+    *remarks, answer = out.rpartition("┘")[2].strip().splitlines()
+    assert any("Batches of 1 are the best by tokens_per_s" in line for line in remarks)
+    assert "is the best of" in answer and "tokens/s; " in answer and answer.endswith("times SD K=3.")
 
 
 def test_goodput_asks_for_a_load(saguaro: Saguaro) -> None:
@@ -141,3 +148,76 @@ def test_benchmark_searches_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> N
     one, several = figures["one_worker"], figures["all_workers"]
     assert one["num_policies"] == several["num_policies"] > 4 and one["recommended"] == several["recommended"]
     assert SPACE.num_combinations > 500
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+FIGURES = ["rates_by_length", "latency_throughput", "win_map", "what_if"]
+SMALL = "search={speculation_lengths: [2], budgets: [8], fan_out_rules: [uniform], fallbacks: [none]}"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "numbers.yaml").write_text(NUMBERS)
+    options = ["--batch-sizes", "1,2,4", "--objective", "throughput", "--draws", "3", "--set", SMALL]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit_:
+        arguments = ["saguaro", "search", folder / "numbers.yaml", *options, "--out", folder / "found"]
+        patch.setattr(sys, "argv", list(map(str, arguments)))
+        main()
+    assert not exit_.value.code
+    return folder / "found"
+
+
+def test_a_report_begins_with_the_answer_and_needs_no_other_file(report: Path) -> None:
+    found, manifest = (json.loads((report / f"{name}.json").read_text()) for name in ("search", "manifest"))
+    markdown, page = (report / "report.md").read_text(), (report / "report.html").read_text()
+    assert markdown.splitlines()[2] == f"{found['answer']}." and found["recommended"]["name"] in found["answer"]
+    assert set(re.findall(r"https?://[^\s\"'<)]+", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    document = ElementTree.fromstring(page)
+    assert "".join(document.find("body/main/p").itertext()) == f"{found['answer']}."  # type: ignore[union-attr]
+    titles = [title.text for title in document.iter("h2")]
+    assert titles == re.findall(r"^## (.+)$", markdown, re.MULTILINE)
+    figures = [figure.attrib["id"] for figure in document.iter("figure")]
+    assert figures == FIGURES
+    assert all((report / "figures" / f"{name}.svg").is_file() for name in figures)
+    assert manifest["record"] == "search" and manifest["digest"] in markdown and "**front**" in markdown
+
+
+def test_the_table_holds_every_candidate_of_every_batch_size(report: Path) -> None:
+    found = json.loads((report / "search.json").read_text())
+    rows = pq.read_table(report / "candidates.parquet")
+    assert [(field.name, str(field.type)) for field in rows.schema] == list(COLUMNS.items())
+    assert csv.read_csv(report / "candidates.csv").cast(rows.schema).num_rows == rows.num_rows == found["num_policies"]
+    recommended = [row for row in rows.to_pylist() if row["is_recommended"]]
+    assert [row["batch_size"] for row in recommended] == [1, 2, 4]
+    assert recommended[-1]["name"] == found["recommended"]["name"]
+    assert recommended[-1]["tokens_per_s"] == found["recommended"]["tokens_per_s"]["value"]
+
+
+def test_the_same_question_has_the_same_digests_and_another_seed_has_not(saguaro: Saguaro, tmp_path: Path) -> None:
+    def digests(seed: int) -> list[str]:
+        out = tmp_path / "again"
+        options = ("--draws", 2, "--seed", seed, "--out", out, "--overwrite", "--quiet", "--batch-size", 1)
+        assert saguaro("search", "numbers.yaml", "--set", SMALL, *options)[0] == 0
+        manifest = json.loads((out / "manifest.json").read_text())
+        return [manifest["digest"], manifest["digest_of_result"]]
+
+    first = digests(3)
+    assert digests(3) == first
+    assert not set(digests(4)) & set(first)
+
+
+def test_a_finished_report_is_not_overwritten_unasked(saguaro: Saguaro, report: Path) -> None:
+    code, out, err = saguaro("search", "numbers.yaml", "--draws", "0", "--out", report)
+    assert code == 2 and out == "" and "already exists" in err
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_browser_without_network_shows_the_report_whole(report: Path, tmp_path: Path, width: int) -> None:
+    assert_sound(report / "report.html", tmp_path, width=width, figures=FIGURES)

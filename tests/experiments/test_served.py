@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -43,10 +44,22 @@ def test_every_policy_serves_the_same_load(serve) -> None:
     assert code == 0 and "AR" in out and "SSD K=2" in out
 
 
+def test_the_answer_is_a_sentence_with_its_uncertainty(serve) -> None:
+    load = ("--rate", 2, "--max-batch", 8, "--requests", 60, "--quiet")
+    policies = ("--policy", "{kind: ar}", "--policy", SSD)
+    code, out, err = serve(NUMBERS, *load, *policies)
+    assert code == 0 and "serve the load" not in err
+    assert re.search(r"SSD K=2 .* gives every request its tokens fastest: [\d.]+ \[[\d.]+, [\d.]+\] ms per token", out)
+    _, out, _ = serve(NUMBERS, *load, *policies, "--slo-tpot-ms", 10)
+    assert re.search(r"SSD K=2 .* serves most requests as promised: [\d.]+ \[[\d.]+, [\d.]+\] per second", out)
+    _, out, _ = serve(NUMBERS, *load, *policies[:2], *policies[:2])
+    assert out.strip().endswith("not clearly better than AR.")
+
+
 def test_too_much_is_said_to_have_no_steady_state(serve) -> None:
     code, out, err = serve(NUMBERS, "--rate", 50, "--max-batch", 2, "--requests", 50, "--policy", "{kind: ar}")
     assert code == 0 and "saturated, no steady state" in err
-    assert "AR" in out
+    assert "AR" in out and out.strip().endswith("No policy keeps up with the load.")
 
 
 def test_a_table_of_policies_by_the_rows_at_work(serve) -> None:

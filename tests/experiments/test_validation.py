@@ -1,6 +1,8 @@
 """`saguaro validate` on a bench that obeys the simulator's laws, and on ones that break a known one of them."""
 
+import contextlib
 import io
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +17,8 @@ from rich.console import Console
 import experiments.bench
 from experiments.cli import main
 from experiments.config import ConfigurationsConfig, ExperimentConfig, load_config
+from experiments.ledger import Ledger
+from experiments.measurement import EXECUTE
 from experiments.stages import Stages
 from experiments.validation import (
     Configuration,
@@ -28,6 +32,7 @@ from sim.errors import BadInput
 from sim.policy import Autoregressive, Policy, Speculative, SpeculativeSpeculative
 from sim.system import System
 from sim.trace import Trace
+from tests.experiments.browser import assert_sound, needs_browser
 from tests.experiments.fake_bench import FakeBench, greedy_record
 
 CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
@@ -325,6 +330,66 @@ def test_met_tolerances_are_exit_code_0_and_a_profile_serves_again(
     assert answer == json.loads((Path("second") / "validation.json").read_text())
     assert answer["missed"] == []
     assert command({}, "--out", "second") == 2  # finished outputs stay
+
+
+def test_a_dry_run_measures_nothing_and_scales_an_earlier_validation(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command({}, "--dry-run", "--out", "out") == 0
+    assert "no earlier run or profile of this pair was found" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+    assert command({}, "--out", "out", "--quiet") == 0
+    shown = capsys.readouterr().out
+    assert "execute every configuration" not in shown and "held-out configurations" in shown and "digest " in shown
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    durations_s = manifest["durations_s"] | {"load the pair": 1.0}  # which a bench without models does not take
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"durations_s": durations_s}))
+    assert command({}, "--dry-run", "--out", "out", "--set", "validation.repeats=7", "--json") == 0
+    twice = json.loads(capsys.readouterr().out)
+    repeats = json.loads((tmp_path / "small.yaml").read_text())["validation"]["repeats"]
+    assert twice["stages_s"][EXECUTE] == pytest.approx(7 / repeats * durations_s[EXECUTE])
+    assert twice["config"]["validation"]["repeats"] == 7 and twice["source"] == "out"
+
+
+def test_an_interrupted_validation_goes_on_and_ends_as_it_would_have(config: ExperimentConfig, tmp_path: Path) -> None:
+    settings = config.to_dict()
+    settings["workload"] |= {"calibration_prompts": 8, "test_prompts": 4}
+    small = [group(1, [3], ["draft"]), group(2, [4], ["none"])]
+    settings["validation"] |= {"configurations": small, "fresh_prompts": 2}
+    few = ExperimentConfig.model_validate_json(json.dumps(settings))
+    whole = FakeBench(few)
+    expected = run_validation(few, whole, tmp_path / "whole", quiet())
+    executed: list[tuple[str, int]] = []
+    for stops_after in (3, len(whole.executed) // 2, len(whole.executed) - 2, None):
+        bench = FakeBench(few, alter=_stopping(stops_after))
+        with contextlib.suppress(KeyboardInterrupt):
+            found = run_validation(few, bench, tmp_path / "found", quiet(), ledger=Ledger(tmp_path / "ledger"))
+        executed += bench.executed
+    assert found | {"notes": [], "profile": None} == expected | {"profile": None}
+    assert "are of 2 sessions" in found["notes"][0]
+    warm_ups = 2 * 4 * 3  # every session that measures warms up anew
+    assert len(executed) < len(whole.executed) + 3 * warm_ups + 3
+
+
+def _stopping(after: int | None) -> Callable[[Policy, Trace], Trace]:
+    """Interrupts a run after so many executions."""
+    calls = itertools.count(1)
+
+    def alter(policy: Policy, trace: Trace) -> Trace:
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return trace
+
+    return alter
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_browser_without_network_shows_the_report_whole(
+    finished: tuple[Path, dict], tmp_path: Path, width: int
+) -> None:
+    figures = ["predicted_measured", "errors"]
+    assert_sound(finished[0] / "validation.html", tmp_path, width=width, figures=figures)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
