@@ -107,12 +107,12 @@ def section() -> Section:
         "Adaptive control",
         text=(
             f"Both controllers choose K from {', '.join(map(str, LENGTHS))} and a budget of"
-            f" {', '.join(map(str, BUDGETS))} branches with the draft as fallback; they start without a past and are told"
-            " of the times, not of the texts. A step of the draft takes .2 of a verification. The best fixed policy is"
-            " the fastest of the same K and budgets, lists uniform and geometric, for one who knows the whole workload;"
-            f" the best of each phase is the same for every part by itself. {NUM_SEEDS} runs with luck of their own (of"
-            " recorded texts: prompts drawn anew), controller and fixed policy under the same luck; intervals are"
-            " Student's.",
+            f" {', '.join(map(str, BUDGETS))} branches with the draft as fallback; they start without a past and are"
+            " told of the times, not of the texts. A step of the draft takes .2 of a verification. The best fixed"
+            " policy is the fastest of the same K and budgets, lists uniform and geometric, for one who knows the whole"
+            f" workload; the best of each phase is the same for every part by itself. {NUM_SEEDS} runs with luck of"
+            " their own (of recorded texts: prompts drawn anew), controller and fixed policy under the same luck;"
+            " intervals are Student's.",
         ),
         tables=(Table("adaptive_control", "Regret of controllers", _HEAD, tuple(entry.row() for entry in regrets)),),
         answers=(_answer(regrets),),

@@ -1,4 +1,4 @@
-"""Rounds of a greedy text whose prepared outcomes are chosen anew in every round, by the draft model's probabilities."""
+"""Rounds of a greedy text that choose the outcomes to prepare anew, by the draft model's probabilities."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class Branches:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is asked after a miss. `what` is kept: `branches`, all that was prepared or drafted, `text`, the target's own
-    tokens (prompt look-up), or nothing."""
+    """What is asked after a miss. `what` is kept: `branches`, all that was prepared or drafted, `text`, the target's
+    own tokens (prompt look-up), or nothing."""
 
     name: str
     what: str = ""
@@ -241,7 +241,15 @@ class Worth:
         v = self.variant
         limit = "none" if v.capacity == UNLIMITED else v.capacity
         return (
-            *(self.temperature, v.name, v.num_tokens, limit, self.answered.value, self.answered.low, self.answered.high),
+            *(
+                self.temperature,
+                v.name,
+                v.num_tokens,
+                limit,
+                self.answered.value,
+                self.answered.low,
+                self.answered.high,
+            ),
             *(self.extra_hits, self.accepted, self.accepted_of_drafts),
             *(self.speedup.value, self.speedup.low, self.speedup.high),
         )
@@ -253,11 +261,11 @@ def section() -> Section:
     return Section(
         "A speculation cache that outlives its round",
         text=(
-            f"Long texts of the packaged pair (12 prompts, 256 tokens), K = {K}, {FAN_OUT} branches for every accept count,"
-            " the draft as fallback, a draft step of .15 of a verification. Kept is, under the last n tokens before it,"
-            " every speculation that was prepared at the places that the text passed, with what the fallback drafted;"
-            " branches behind a rejected draft token are left out. The draft model's greedy continuations stand for its"
-            " samples, and are proposed as certain.",
+            f"Long texts of the packaged pair (12 prompts, 256 tokens), K = {K}, {FAN_OUT} branches for every accept"
+            " count, the draft as fallback, a draft step of .15 of a verification. Kept is, under the last n tokens"
+            " before it, every speculation that was prepared at the places that the text passed, with what the fallback"
+            " drafted; branches behind a rejected draft token are left out. The draft model's greedy continuations"
+            " stand for its samples, and are proposed as certain.",
         ),
         tables=(Table("long_lived_cache", "What is kept, and what it is worth", _HEAD, tuple(w.row() for w in worth)),),
         answers=(_answer(worth),),
@@ -300,11 +308,11 @@ def _answer(worth: list[Worth]) -> Answer:
     greedy, sampled, copied = best(0, "branches"), best(1, "branches"), best(0, "text")
     return Answer(
         "Is a speculation cache that lives longer than a round worth anything?",
-        f"Only where the text repeats itself: in greedy texts it answers {100 * greedy.answered.value:.0f} % of the misses"
-        f" and makes decoding {greedy.speedup:.3f} times as fast, but prompt look-up, which keeps no speculation, makes"
-        f" it {copied.speedup:.3f} times as fast, as what the target wrote before is accepted more often"
-        f" ({copied.accepted:.2f} tokens against {greedy.accepted:.2f}) than what the draft model once guessed; in sampled"
-        f" texts the best of all keys gives {sampled.speedup:.3f}, for a speculation is found again only under so short a"
-        " key that it no longer fits.",
+        f"Only where the text repeats itself: in greedy texts it answers {100 * greedy.answered.value:.0f} % of the"
+        f" misses and makes decoding {greedy.speedup:.3f} times as fast, but prompt look-up, which keeps no"
+        f" speculation, makes it {copied.speedup:.3f} times as fast, as what the target wrote before is accepted more"
+        f" often ({copied.accepted:.2f} tokens against {greedy.accepted:.2f}) than what the draft model once guessed;"
+        f" in sampled texts the best of all keys gives {sampled.speedup:.3f}, for a speculation is found again only"
+        " under so short a key that it no longer fits.",
         "table long_lived_cache",
     )

@@ -48,10 +48,10 @@ def section() -> Section:
         text=(
             f"K = {K}, the draft as fallback, a draft step of .15 of a verification; a rule spreads the budget over the"
             " accept counts, the same list after hits and misses. Rules learn from 24 prompts (or from other files,"
-            " another temperature, another pair) and are judged on 24 other prompts of the same files. Regret is against"
-            " the list of that budget that is fastest on the very prompts it is judged on, found by trying all: a"
-            " ceiling that no rule can be expected to reach, as it knows those prompts. Intervals are over prompts, in"
-            " pairs.",
+            " another temperature, another pair) and are judged on 24 other prompts of the same files. Regret is"
+            " against the list of that budget that is fastest on the very prompts it is judged on, found by trying all:"
+            " a ceiling that no rule can be expected to reach, as it knows those prompts. Intervals are over prompts,"
+            " in pairs.",
         ),
         tables=(Table("outcome_rules", "Rules and their regret", _HEAD, tuple(entry.row() for entry in judged)),),
         answers=(_answer(judged),),
@@ -173,10 +173,10 @@ def judge(temperature: int, budget: int) -> list[Judged]:
     rules.append((RUNNING, None, learning_as_it_goes(record, budget, costs)))
     if temperature == 0:
         calibrated = calibrated_exponent(calibration_of(read_record("library_t0")))
-        rules += [(rule, None, chosen_per_round(budget, e, costs)) for rule, e in ((PER_ROUND, 1.0), (CALIBRATED, calibrated))]
-    return [
-        _judged(temperature, budget, rule, fan_out, totals, found[best], costs) for rule, fan_out, totals in rules
-    ]
+        rules += [
+            (rule, None, chosen_per_round(budget, e, costs)) for rule, e in ((PER_ROUND, 1.0), (CALIBRATED, calibrated))
+        ]
+    return [_judged(temperature, budget, rule, fan_out, totals, found[best], costs) for rule, fan_out, totals in rules]
 
 
 def all_lists(budget: int, most: int) -> Iterator[FanOut]:

@@ -20,8 +20,8 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Phases(Agreement):
-    """Texts of `parts` in their order, each of which ends where it was recorded to end. Raises `BadInput` if they are not
-    sampled alike."""
+    """Texts of `parts` in their order, each of which ends where it was recorded to end. Raises `BadInput` if they are
+    not sampled alike."""
 
     parts: tuple[Agreement, ...]
 
