@@ -11,6 +11,7 @@ from sim.system import HostTerm, System
 from sim.trace import Lane, Operation
 
 ANY_NUMBER = 2**31  # of tokens, of KV entries
+MOST_ROWS = 64  # of a batch, which takes as long as one row
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,4 @@ class StepCosts:
 
 def _constant(operation: Operation, seconds: float) -> OperationLatency:
     knots = {width: ((0, seconds), (ANY_NUMBER, seconds)) for width in (1, ANY_NUMBER)}
-    return OperationLatency(operation, knots, (1.0,))
+    return OperationLatency(operation, knots, (1.0,), {MOST_ROWS: knots})

@@ -153,11 +153,10 @@ class Judged:
 
     def row(self) -> tuple[Cell, ...]:
         named = "changes" if self.fan_out is None else "/".join(map(str, self.fan_out))
-        figures = (self.hit_rate, self.points_lost)
-        intervals = [bound for found in figures for bound in (found.value, found.low, found.high)]
+        hits, lost, regret = self.hit_rate, self.points_lost, self.regret
         return (
-            *(self.temperature, self.budget, self.rule, named, *intervals),
-            *(self.over_ar, self.regret.value, self.regret.low, self.regret.high),
+            *(self.temperature, self.budget, self.rule, named, hits.value, hits.low, hits.high),
+            *(lost.value, lost.low, lost.high, self.over_ar, regret.value, regret.low, regret.high),
         )
 
 
