@@ -79,6 +79,12 @@ class Phases(Agreement):
         return self._of_all(lambda part: part.doubt_table(fan_out, accept_count, drafting))
 
     def _of_all(self, table: Callable[[Agreement], NDArray[Any]]) -> NDArray[Any]:
-        width = int(self.lengths.max(initial=0))
-        tables = [np.asarray(table(part)) for part in self.parts]
-        return np.concatenate([np.pad(of, [(0, 0), (0, width - of.shape[1])]) for of in tables])
+        """The tables of all parts; those of a part that returns are made once."""
+        tables = {id(part): table(part) for part in self.parts}
+        values = np.zeros((self.num_prompts, int(self.lengths.max(initial=0))))
+        first = 0
+        for part in self.parts:
+            of_part = tables[id(part)]
+            values[first : first + part.num_prompts, : of_part.shape[1]] = of_part
+            first += part.num_prompts
+        return values
