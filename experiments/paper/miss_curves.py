@@ -16,6 +16,7 @@ from scipy.stats import chi2 as chi2_law
 from experiments.paper.drawing import Panel, Series, figure
 from experiments.paper.published import Published
 from experiments.paper.section import Answer, Cell, Figure, Residual, Role, Section, Table
+from sim.errors import BadInput
 from sim.parametric import HitCurve
 from sim.theory import stationary_hit_rate
 
@@ -127,6 +128,23 @@ def near_curves(published: Published, draft: str, temperature: float) -> tuple[H
             for column in ([math.log(fit.values[0]) for fit in fits], [fit.values[1] for fit in fits])
         )
         return HitCurve(math.exp(log_c), r)
+
+    return curve("primary"), curve("backup")
+
+
+def published_curves(published: Published, draft: str, temperature: float, fan_out: float) -> tuple[HitCurve, HitCurve]:
+    """Curves after a hit and after a miss that hold at one fan-out only: through the published points, straight in
+    logarithms between them, and continued below and above them."""
+    rates = published.misses.at(draft, temperature)
+    if rates is None:
+        raise BadInput("temperature", f"{draft} has no published miss curve there", temperature)
+    logs = np.log(published.misses.fan_outs)
+
+    def curve(source: str) -> HitCurve:
+        misses = np.log(rates.of(source))
+        index = int(np.clip(np.searchsorted(logs, math.log(fan_out)), 1, len(logs) - 1))
+        slope = (misses[index] - misses[index - 1]) / (logs[index] - logs[index - 1])
+        return HitCurve(min(1.0, math.exp(misses[index] + slope * (math.log(fan_out) - logs[index]))), 0.0)
 
     return curve("primary"), curve("backup")
 
