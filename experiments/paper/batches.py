@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.paper.drawing import Panel, Series, beside, figure
-from experiments.paper.pair import PairModel, hit_rate_of_all, mean_hit_rate
+from experiments.paper.pair import PairModel, mean_hit_rate
 from experiments.paper.pair_fit import Study
 from experiments.paper.published import NAMES, Devices, Published
 from experiments.paper.section import Answer, Cell, Figure, Residual, Role, Section, Table
-from sim.policy import Fallback, Policy
+from sim.policy import Fallback
 from sim.theory import critical_batch_size
 
 BACKUPS = ("fast", "draft")
@@ -52,12 +52,14 @@ def section(published: Published, studies: Mapping[str, Study]) -> Section:
     return Section(
         title="Batch size, the two backups, and throughput per device (figures 6 and 13)",
         text=(
-            "Fitted: at every batch size one factor on the steps, to the tokens/s of SD, and the autoregressive step where AR"
-            " was published. Predicted: SSD with either backup; only the fast backup at batch 1 went into the fit of the pair.",
-            "Assumed: only the verification grows with the batch, and after a miss the draft backup drafts for the whole batch"
-            " anew: of the four assumptions in table batch_assumptions the ones with the least misfit, so the residuals have"
-            " had that choice. The build stays hidden; the rows of a batch are of one data set. The fan-out is that of the"
-            " fit to batch 1, not the F=1 that the figure states: at F=1 the misfit is beyond all doubt (table settings).",
+            "Fitted: at every batch size one factor on the steps, to the tokens/s of SD, and the autoregressive step"
+            " where AR was published. Predicted: SSD with either backup; only the fast backup at batch 1 went into"
+            " the fit of the pair.",
+            "Assumed: only the verification grows with the batch, and after a miss the draft backup drafts for the"
+            " whole batch anew: of the four assumptions in table batch_assumptions the ones with the least misfit,"
+            " so the residuals have had that choice. The build stays hidden; the rows of a batch are of one data"
+            " set. The fan-out is that of the fit to batch 1, not the F=1 that the figure states: at F=1 the misfit"
+            " is beyond all doubt (table settings).",
         ),
         tables=(_table(sweeps), _assumption_table(sweeps), _crossing_table(sweeps), _device_table(published, sweeps)),
         figures=(_figure(sweeps), _device_figure(published, sweeps)),
@@ -66,7 +68,9 @@ def section(published: Published, studies: Mapping[str, Study]) -> Section:
     )
 
 
-def grown(model: PairModel, sd_tokens_per_s: float, ar_tokens_per_s: float, batch_size: int, *, draft: bool) -> PairModel:
+def grown(
+    model: PairModel, sd_tokens_per_s: float, ar_tokens_per_s: float, batch_size: int, *, draft: bool
+) -> PairModel:
     """The model at a batch size at which SD has these tokens/s of each sequence: all steps grown by one factor, or the
     verification alone."""
     times = model.times
@@ -125,7 +129,7 @@ def _table(sweeps: Sequence[_Sweep]) -> Table:
 
 
 def _assumption_table(sweeps: Sequence[_Sweep]) -> Table:
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for sweep in sweeps:
         for (growth, redraft), ours in sweep.ours.items():
             errors = (round(100 * _rms(ours[backup], sweep.published[backup]), 1) for backup in BACKUPS)
@@ -150,8 +154,9 @@ def _crossing_table(sweeps: Sequence[_Sweep]) -> Table:
         rows.append((NAMES[sweep.pair], _rounded(published), _rounded(ours), *_by_theorem(sweep.models[0])))
     return Table(
         "crossing",
-        "Batch size from which the fast backup is faster: published and ours (linear between batch sizes), and Theorem 17"
-        " with the hit rate p, tokens per hit E and draft time T_p of the fit; below 1: the fast backup always",
+        "Batch size from which the fast backup is faster: published and ours (linear between batch sizes), and"
+        " Theorem 17 with the hit rate p, tokens per hit E and draft time T_p of the fit; below 1: the fast backup"
+        " always",
         ("pair", "published", "ours", "Theorem 17", "p", "E", "T_p"),
         tuple(rows),
     )

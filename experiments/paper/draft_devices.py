@@ -47,13 +47,14 @@ def section(published: Published, studies: Mapping[str, Study]) -> Section:
     return Section(
         title="More draft devices (figure 6, right)",
         text=(
-            f"The published numbers are the paper's own forecast for {NAMES[PAIR]}, batch {given.batch_size}, fast backup."
-            " Fitted: one number, to one draft device. Predicted: 2, 4 and 8. Two explanations: each device prepares as many"
-            " branches again, so the hit rate rises (fitted: a factor on the verification; misses straight between the points"
-            " of the miss figure at temperature 0, continued to F=1); or the devices divide the branches of every row, so a"
-            " build that outlasts the verification shortens (fitted: the time of a branch beyond K + 1 of a row). For the"
-            " second all steps grow with the batch: if only the verification does, as the batch figure has it, one device is"
-            " fast enough and more of them would gain nothing.",
+            f"The published numbers are the paper's own forecast for {NAMES[PAIR]}, batch {given.batch_size}, fast"
+            " backup. Fitted: one number, to one draft device. Predicted: 2, 4 and 8. Two explanations: each device"
+            " prepares as many branches again, so the hit rate rises (fitted: a factor on the verification; misses"
+            " straight between the points of the miss figure at temperature 0, continued to F=1); or the devices"
+            " divide the branches of every row, so a build that outlasts the verification shortens (fitted: the time"
+            " of a branch beyond K + 1 of a row). For the second all steps grow with the batch: if only the"
+            " verification does, as the batch figure has it, one device is fast enough and more of them would gain"
+            " nothing.",
         ),
         tables=(_table(published, forecasts),),
         figures=(_figure(published, forecasts, best),),
@@ -147,8 +148,9 @@ def _figure(published: Published, forecasts: Sequence[_Forecast], best: _Forecas
 def _answer(published: Published, forecasts: Sequence[_Forecast], best: _Forecast) -> Answer:
     given, divided = published.draft_devices, forecasts[-1]
     answer = (
-        f"More branches: {best.name} comes closest ({100 * best.rms(given.tokens_per_s):.1f} % off); dividing a build that is"
-        f" too long is {100 * divided.rms(given.tokens_per_s):.1f} % off and ends at {divided.tokens_per_s[-1]:.0f} tokens/s."
+        f"More branches: {best.name} comes closest ({100 * best.rms(given.tokens_per_s):.1f} % off); dividing a"
+        f" build that is too long is {100 * divided.rms(given.tokens_per_s):.1f} % off and ends at"
+        f" {divided.tokens_per_s[-1]:.0f} tokens/s."
     )
     if best is divided:
         answer = f"Dividing a build that is too long comes closest ({100 * best.rms(given.tokens_per_s):.1f} % off)."

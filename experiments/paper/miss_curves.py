@@ -186,8 +186,8 @@ def section(published: Published) -> Section:
     return Section(
         title="Miss rate against fan-out (figures 3 and 10)",
         text=(
-            f"Assumed: errors of the points are independent and normal with deviation {error:g}, the reading of the figure."
-            f" Residuals are of c F^-r fitted to F <= {FITTED_UP_TO}; larger fan-outs are predicted.",
+            f"Assumed: errors of the points are independent and normal with deviation {error:g}, the reading of the"
+            f" figure. Residuals are of c F^-r fitted to F <= {FITTED_UP_TO}; larger fan-outs are predicted.",
         ),
         tables=(_fits_table(curves, fan_outs, error), _exponents_table(curves, fan_outs), _combined_table(published)),
         figures=(_figure(curves, fan_outs, error),),
@@ -214,8 +214,8 @@ def _fits_table(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float)
     head = ("draft", "T", "after", "c", "+-", "r", "+-", "p of c F^-r", "holds up to F", *(f"AICc {f}" for f in Form))
     return Table(
         "miss_fits",
-        "c F^-r through all fan-outs with 95 % intervals; the fan-out up to which it agrees with the points (p >= 0.05);"
-        " AICc over that of the best form; the floor m of the second form",
+        "c F^-r through all fan-outs with 95 % intervals; the fan-out up to which it agrees with the points (p >="
+        " 0.05); AICc over that of the best form; the floor m of the second form",
         (*head, "m", "+-"),
         tuple(row(curve) for curve in curves),
     )
@@ -223,7 +223,7 @@ def _fits_table(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float)
 
 def _exponents_table(curves: Sequence[_Curve], fan_outs: Sequence[int]) -> Table:
     head = ("draft", "T", "after", *(f"r {f} to {g}" for f, g in pairwise(fan_outs)))
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (curve.draft, curve.temperature, curve.source, *(round(r, 3) for r in local_exponents(fan_outs, curve.misses)))
         for curve in curves
     )
@@ -231,7 +231,7 @@ def _exponents_table(curves: Sequence[_Curve], fan_outs: Sequence[int]) -> Table
 
 
 def _combined_table(published: Published) -> Table:
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for draft, of_draft in published.misses.drafts.items():
         for rates in of_draft:
             hits = [
@@ -299,5 +299,8 @@ def _bend_answer(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float
     counts = {f: held.count(f) for f in sorted({f for f in held if f is not None})}
     told = ", ".join(f"{number} up to F={fan_out}" for fan_out, number in counts.items())
     nowhere = held.count(None)
-    answer = f"One power law agrees with the points of {told}; {nowhere} of {len(curves)} curves bend within their first three."
+    answer = (
+        f"One power law agrees with the points of {told} (curves); {nowhere} of {len(curves)} bend within their first"
+        " three points."
+    )
     return Answer("Where does the power law bend?", answer, "tables miss_fits, miss_local_exponents")

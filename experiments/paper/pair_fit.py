@@ -15,7 +15,16 @@ from scipy.special import expit, logit
 from scipy.stats import chi2 as chi2_law
 
 from experiments.paper.miss_curves import near_curves
-from experiments.paper.pair import Curves, PairModel, Settings, Times, hit_rate_of_all, mean_hit_rate, mean_tokens_per_s, miss_scales
+from experiments.paper.pair import (
+    Curves,
+    PairModel,
+    Settings,
+    Times,
+    hit_rate_of_all,
+    mean_hit_rate,
+    mean_tokens_per_s,
+    miss_scales,
+)
 from experiments.paper.published import PAIRS, Published
 from sim.policy import Fallback
 from sim.theory import expected_tokens_per_round, sd_speedup, ssd_speedup
@@ -92,7 +101,7 @@ def evidence_of(published: Published, pair: str, miss_scaling: float = MISS_SCAL
 
 
 def same_settings(published: Published) -> dict[str, list[float]]:
-    """Tokens/s that several tables and figures show of one pair and decoder at batch 1, greedy, mean of the data sets."""
+    """Tokens/s of a pair and decoder, greedy, batch 1, mean of the data sets: table, batch and temperature figure."""
     shown = {}
     for pair in PAIRS:
         average, batch = published.averages[pair], published.batches.pairs[pair]

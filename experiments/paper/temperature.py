@@ -38,12 +38,13 @@ def section(published: Published, studies: Mapping[str, Study]) -> Section:
     return Section(
         title="Temperature (figures 4 and 12)",
         text=(
-            "Fitted: at every temperature one shift of all acceptances (on the logit scale), to the tokens/s of SD. Predicted:"
-            " tokens/s and hit rates of SSD with either fan-out; only the uniform hit rate at temperature 0 went into the fit"
-            " of the pair.",
-            "Assumed: step times do not depend on the temperature; look-ups miss as in the miss figure at that temperature;"
-            " where it has none (0.3; for Qwen 0.7 too), ln c and r are linear in between; the geometric fan-out is Theorem 12"
-            " with the budget of the uniform one, the mean acceptance and the mean exponent, rounded to integers.",
+            "Fitted: at every temperature one shift of all acceptances (on the logit scale), to the tokens/s of SD."
+            " Predicted: tokens/s and hit rates of SSD with either fan-out; only the uniform hit rate at temperature"
+            " 0 went into the fit of the pair.",
+            "Assumed: step times do not depend on the temperature; look-ups miss as in the miss figure at that"
+            " temperature; where it has none (0.3; for Qwen 0.7 too), ln c and r are linear in between; the"
+            " geometric fan-out is Theorem 12 with the budget of the uniform one, the mean acceptance and the mean"
+            " exponent, rounded to integers.",
         ),
         tables=(_table(published, points), _rounds_table(published, points)),
         figures=(_figure(published, points),),
@@ -98,8 +99,10 @@ def _table(published: Published, points: Mapping[str, Sequence[_Point]]) -> Tabl
     return Table(
         "temperature",
         "Published and predicted by temperature; *of fits*: the range over the alternative fits of the pair",
-        ("pair", "T", "fan-out", "miss curve", "tokens/s", "ours", "off, %", "of fits")
-        + ("hit rate", "ours", "off, %", "of fits"),
+        (
+            *("pair", "T", "fan-out", "miss curve", "tokens/s", "ours", "off, %", "of fits"),
+            *("hit rate", "ours", "off, %", "of fits"),
+        ),
         tuple(rows),
     )
 
@@ -115,8 +118,8 @@ def _rounds_table(published: Published, points: Mapping[str, Sequence[_Point]]) 
                 rows.append((NAMES[pair], point.temperature, rule, *(round(number, 2) for number in told)))
     return Table(
         "temperature_rounds",
-        "The mean round of SSD: what the published hit rate and the step times make of it, and what the published tokens/s"
-        " say at the tokens per round that SD has; the last column is not explained by hits",
+        "The mean round of SSD: what the published hit rate and the step times make of it, and what the published"
+        " tokens/s say at the tokens per round that SD has; the last column is not explained by hits",
         ("pair", "T", "fan-out", "tokens/round", "round by hit rate, ms", "by tokens/s, ms", "unexplained, ms"),
         tuple(rows),
     )
@@ -173,7 +176,9 @@ def _time_answer(published: Published, points: Mapping[str, Sequence[_Point]]) -
     for pair, of_pair in points.items():
         sweep, missing = published.temperatures.pairs[pair], []
         for index, point in enumerate(of_pair):
-            of_rules = [[_published(sweep, name, rule)[index] for name in ("hit_rate", "tokens_per_s")] for rule in RULES]
+            of_rules = [
+                [_published(sweep, name, rule)[index] for name in ("hit_rate", "tokens_per_s")] for rule in RULES
+            ]
             missing.append(float(np.mean([_rounds(point.model, *of_rule)[-1] for of_rule in of_rules])))
         shown = ", ".join(f"{ms:.1f} at T={p.temperature:g}" for ms, p in zip(missing, of_pair, strict=True))
         told.append(f"{NAMES[pair]}: {shown}")
