@@ -25,17 +25,18 @@ def section(published: Published, studies: Mapping[str, Study]) -> Section:
     return Section(
         title="Three decoders (Table B.3), and K and fan-out",
         text=(
-            "Fitted by least squares, for each pair: SD and SSD on the four data sets, SSD with the fast backup at batch 1"
-            " (figures 6, 13) and the hit rate at temperature 0 (figures 4, 12). Free: an acceptance for each data set, the"
-            " draft step, the time by which a round of SSD exceeds a verification, and K of SD, K of SSD and the fan-out.",
-            "Assumed: verifying K + 1 tokens takes an autoregressive step; acceptance does not depend on the position or the"
-            " source of the round; the fan-out is uniform, the same after hits and misses; look-ups miss as in the miss"
-            " figure at temperature 0, on an easier data set less often in proportion to its rejections; the fast backup's"
-            " tokens are never accepted; the backup of Table B.3 is the draft model.",
-            f"Errors: the same setting is published with throughputs that differ between table and figures by {100 * error:.1f} %"
-            " (pooled standard deviation, table repeats); every number is given that error, for the rounding is smaller."
-            " *Predicted* residuals are of fits without that number, in which K and fan-out are searched again"
-            f" (K {_range(LENGTHS_LEFT_OUT)}, F {_range(FAN_OUTS_LEFT_OUT)}).",
+            "Fitted by least squares, for each pair: SD and SSD on the four data sets, SSD with the fast backup at"
+            " batch 1 (figures 6, 13) and the hit rate at temperature 0 (figures 4, 12). Free: an acceptance for"
+            " each data set, the draft step, the time by which a round of SSD exceeds a verification, and K of SD, K"
+            " of SSD and the fan-out.",
+            "Assumed: verifying K + 1 tokens takes an autoregressive step; acceptance does not depend on the"
+            " position or the source of the round; the fan-out is uniform, the same after hits and misses; look-ups"
+            " miss as in the miss figure at temperature 0, on an easier data set less often in proportion to its"
+            " rejections; the fast backup's tokens are never accepted; the backup of Table B.3 is the draft model.",
+            "Errors: the same setting is published with throughputs that differ between table and figures by"
+            f" {100 * error:.1f} % (pooled standard deviation, table repeats); every number is given that error, for"
+            " the rounding is smaller. *Predicted* residuals are of fits without that number, in which K and fan-out"
+            f" are searched again (K {_range(LENGTHS_LEFT_OUT)}, F {_range(FAN_OUTS_LEFT_OUT)}).",
         ),
         tables=(
             _decoder_table(studies, left_out),
@@ -105,8 +106,8 @@ def _settings_table(studies: Mapping[str, Study]) -> Table:
                 rows.append((NAMES[pair], title, value, excess, "not worse" if here else "worse"))
     return Table(
         "settings",
-        "K and fan-out: least misfit (chi-square) by one of them, the others free, over the best of all; *worse*: beyond"
-        " what three free numbers gain by chance (95 %)",
+        "K and fan-out: least misfit (chi-square) by one of them, the others free, over the best of all; *worse*:"
+        " beyond what three free numbers gain by chance (95 %)",
         ("pair", "setting", "value", "misfit over the best", "significantly"),
         tuple(rows),
     )
@@ -119,10 +120,13 @@ def _model_table(studies: Mapping[str, Study]) -> Table:
             rows.append(_model_row(study, model, "used" if index == 0 else "alternative"))
     return Table(
         "pair_models",
-        "The fit that is used below, and others that are not significantly worse: the shortest and longest K of SSD, and"
-        " each fan-out. Acceptance from the hardest to the easiest data set; tokens per round are means of the data sets",
-        ("pair", "fit", "K SD", "K SSD", "F", "misfit", "AR step, ms", "draft step, ms", "K steps of SSD, ms")
-        + ("SSD late by, ms", "acceptance", "tokens/round SD", "SSD"),
+        "The fit that is used below, and others that are not significantly worse: the shortest and longest K of SSD,"
+        " and each fan-out. Acceptance from the hardest to the easiest data set; tokens per round are means of the"
+        " data sets",
+        (
+            *("pair", "fit", "K SD", "K SSD", "F", "misfit", "AR step, ms", "draft step, ms", "K steps of SSD, ms"),
+            *("SSD late by, ms", "acceptance", "tokens/round SD", "SSD"),
+        ),
         tuple(rows),
     )
 
@@ -163,14 +167,14 @@ def _misses_table(studies: Mapping[str, Study]) -> Table:
 
 
 def _repeats_table(published: Published) -> Table:
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for name, values in same_settings(published).items():
         pair, decoder = name.split()
         rows.append((NAMES[pair], decoder.upper(), *values, _percent(max(values), min(values))))
     return Table(
         "repeats",
-        "The same setting in three places: greedy, batch 1, mean of the data sets, tokens/s. SSD with the draft as backup;"
-        " the temperature figure with its geometric fan-out",
+        "The same setting in three places: greedy, batch 1, mean of the data sets, tokens/s. SSD with the draft as"
+        " backup; the temperature figure with its geometric fan-out",
         ("pair", "decoder", "Table B.3", "batch figure", "temperature figure", "range, %"),
         tuple(rows),
     )

@@ -1,4 +1,4 @@
-"""Line drawings of published points and our lines, readable in grey and when colour-blind; the same bytes every time."""
+"""Published points and our lines as vector files, readable in grey and when colour-blind; the same every time."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from scipy.stats import chi2 as chi2_law
 from experiments.paper.drawing import Panel, Series, figure
 from experiments.paper.published import Published
 from experiments.paper.section import Answer, Cell, Figure, Residual, Role, Section, Table
+from sim.errors import BadInput
 from sim.parametric import HitCurve
 from sim.theory import stationary_hit_rate
 
@@ -131,6 +132,23 @@ def near_curves(published: Published, draft: str, temperature: float) -> tuple[H
     return curve("primary"), curve("backup")
 
 
+def published_curves(published: Published, draft: str, temperature: float, fan_out: float) -> tuple[HitCurve, HitCurve]:
+    """Curves after a hit and after a miss that hold at one fan-out only: through the published points, straight in
+    logarithms between them, and continued below and above them."""
+    rates = published.misses.at(draft, temperature)
+    if rates is None:
+        raise BadInput("temperature", f"{draft} has no published miss curve there", temperature)
+    logs = np.log(published.misses.fan_outs)
+
+    def curve(source: str) -> HitCurve:
+        misses = np.log(rates.of(source))
+        index = int(np.clip(np.searchsorted(logs, math.log(fan_out)), 1, len(logs) - 1))
+        slope = (misses[index] - misses[index - 1]) / (logs[index] - logs[index - 1])
+        return HitCurve(min(1.0, math.exp(misses[index] + slope * (math.log(fan_out) - logs[index]))), 0.0)
+
+    return curve("primary"), curve("backup")
+
+
 def hit_rate_of_all(after_hit: float, after_miss: float, *, exchanged: bool = False) -> float:
     """Equation (1), or with its two rates exchanged, as the combined curve of the figure has it."""
     return stationary_hit_rate(after_miss, after_hit) if exchanged else stationary_hit_rate(after_hit, after_miss)
@@ -168,8 +186,8 @@ def section(published: Published) -> Section:
     return Section(
         title="Miss rate against fan-out (figures 3 and 10)",
         text=(
-            f"Assumed: errors of the points are independent and normal with deviation {error:g}, the reading of the figure."
-            f" Residuals are of c F^-r fitted to F <= {FITTED_UP_TO}; larger fan-outs are predicted.",
+            f"Assumed: errors of the points are independent and normal with deviation {error:g}, the reading of the"
+            f" figure. Residuals are of c F^-r fitted to F <= {FITTED_UP_TO}; larger fan-outs are predicted.",
         ),
         tables=(_fits_table(curves, fan_outs, error), _exponents_table(curves, fan_outs), _combined_table(published)),
         figures=(_figure(curves, fan_outs, error),),
@@ -196,8 +214,8 @@ def _fits_table(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float)
     head = ("draft", "T", "after", "c", "+-", "r", "+-", "p of c F^-r", "holds up to F", *(f"AICc {f}" for f in Form))
     return Table(
         "miss_fits",
-        "c F^-r through all fan-outs with 95 % intervals; the fan-out up to which it agrees with the points (p >= 0.05);"
-        " AICc over that of the best form; the floor m of the second form",
+        "c F^-r through all fan-outs with 95 % intervals; the fan-out up to which it agrees with the points (p >="
+        " 0.05); AICc over that of the best form; the floor m of the second form",
         (*head, "m", "+-"),
         tuple(row(curve) for curve in curves),
     )
@@ -205,7 +223,7 @@ def _fits_table(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float)
 
 def _exponents_table(curves: Sequence[_Curve], fan_outs: Sequence[int]) -> Table:
     head = ("draft", "T", "after", *(f"r {f} to {g}" for f, g in pairwise(fan_outs)))
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (curve.draft, curve.temperature, curve.source, *(round(r, 3) for r in local_exponents(fan_outs, curve.misses)))
         for curve in curves
     )
@@ -213,7 +231,7 @@ def _exponents_table(curves: Sequence[_Curve], fan_outs: Sequence[int]) -> Table
 
 
 def _combined_table(published: Published) -> Table:
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for draft, of_draft in published.misses.drafts.items():
         for rates in of_draft:
             hits = [
@@ -281,5 +299,8 @@ def _bend_answer(curves: Sequence[_Curve], fan_outs: Sequence[int], error: float
     counts = {f: held.count(f) for f in sorted({f for f in held if f is not None})}
     told = ", ".join(f"{number} up to F={fan_out}" for fan_out, number in counts.items())
     nowhere = held.count(None)
-    answer = f"One power law agrees with the points of {told}; {nowhere} of {len(curves)} curves bend within their first three."
+    answer = (
+        f"One power law agrees with the points of {told} (curves); {nowhere} of {len(curves)} bend within their first"
+        " three points."
+    )
     return Answer("Where does the power law bend?", answer, "tables miss_fits, miss_local_exponents")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from scipy.special import expit, logit
 
 from experiments.numbers import step_latency
@@ -15,7 +16,7 @@ from sim.parametric import HitCurve, ParametricAgreement
 from sim.placement import Placement
 from sim.policy import Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
 from sim.replay import SOURCES
-from sim.simulate import predict
+from sim.simulate import Prediction, predict
 from sim.system import HostTerm, System
 from sim.theory import expected_tokens_per_round, stationary_hit_rate
 from sim.trace import Lane
@@ -24,6 +25,7 @@ from sim.workload import Workload
 FloatArray = NDArray[np.float64]
 Curves = tuple[HitCurve, HitCurve]  # after a hit, after a miss
 
+WIDEST_SHIFT = 3.0  # of acceptances on the logit scale
 PROMPT_TOKENS, NEW_TOKENS = 128, 512  # the length of the prompts has no effect: context does not change the times here
 
 
@@ -97,25 +99,38 @@ class PairModel:
         moved = {name: float(expit(logit(a) + shift)) for name, a in self.acceptances.items()}
         return replace(self, acceptances=moved)
 
-    def tokens_per_s(self, policy: Policy, data_set: str, batch_size: int = 1) -> float:
-        """Of each sequence, by the simulator's exact engine."""
-        curves = self.curves_of(data_set)
-        workload, system = system_of(self.times, self.acceptances[data_set], curves, policy, batch_size)
-        return predict(policy, workload, system).tokens_per_s.value / batch_size
+    def matched(self, sd_tokens_per_s: float) -> PairModel:
+        """The shifted one whose SD has these tokens/s, the mean over the data sets."""
+
+        def excess(shift: float) -> float:
+            moved = self.shifted(shift)
+            return moved.mean_tokens_per_s(self.settings.sd) - sd_tokens_per_s
+
+        return self.shifted(float(brentq(excess, -WIDEST_SHIFT, WIDEST_SHIFT, xtol=1e-4)))
+
+    def predictions(self, policy: Policy, batch_size: int = 1) -> list[Prediction[Policy]]:
+        """By the simulator's exact engine, one of each data set."""
+        found = []
+        for name, acceptance in self.acceptances.items():
+            workload, system = system_of(self.times, acceptance, self.curves_of(name), policy, batch_size)
+            found.append(predict(policy, workload, system))
+        return found
 
     def mean_tokens_per_s(self, policy: Policy, batch_size: int = 1) -> float:
-        """The mean over the data sets, as the paper averages."""
-        return float(np.mean([self.tokens_per_s(policy, name, batch_size) for name in self.acceptances]))
+        """Of each sequence; the mean over the data sets, as the paper averages."""
+        rates = [prediction.tokens_per_s.value for prediction in self.predictions(policy, batch_size)]
+        return float(np.mean(rates)) / batch_size
 
-    def mean_hit_rate(self, policy: Policy) -> float:
-        """The mean over the data sets of the simulated hit rates."""
-        rates = []
-        for name, acceptance in self.acceptances.items():
-            workload, system = system_of(self.times, acceptance, self.curves_of(name), policy)
-            found = predict(policy, workload, system).hit_rate
-            assert found is not None
-            rates.append(found.value)
-        return float(np.mean(rates))
+
+def mean_hit_rate(predictions: Sequence[Prediction[Policy]]) -> float:
+    """The mean over data sets of the hit rates of an SSD policy."""
+    rates = [prediction.hit_rate for prediction in predictions]
+    return float(np.mean([rate.value for rate in rates if rate is not None]))
+
+
+def mean_tokens_per_s(predictions: Sequence[Prediction[Policy]]) -> float:
+    """The mean over data sets, at batch 1."""
+    return float(np.mean([prediction.tokens_per_s.value for prediction in predictions]))
 
 
 def miss_scales(acceptances: Sequence[float], miss_scaling: float) -> list[float]:

@@ -15,7 +15,16 @@ from scipy.special import expit, logit
 from scipy.stats import chi2 as chi2_law
 
 from experiments.paper.miss_curves import near_curves
-from experiments.paper.pair import Curves, PairModel, Settings, Times, hit_rate_of_all, miss_scales
+from experiments.paper.pair import (
+    Curves,
+    PairModel,
+    Settings,
+    Times,
+    hit_rate_of_all,
+    mean_hit_rate,
+    mean_tokens_per_s,
+    miss_scales,
+)
 from experiments.paper.published import PAIRS, Published
 from sim.policy import Fallback
 from sim.theory import expected_tokens_per_round, sd_speedup, ssd_speedup
@@ -92,7 +101,7 @@ def evidence_of(published: Published, pair: str, miss_scaling: float = MISS_SCAL
 
 
 def same_settings(published: Published) -> dict[str, list[float]]:
-    """Tokens/s that several tables and figures show of one pair and decoder at batch 1, greedy, mean of the data sets."""
+    """Tokens/s of a pair and decoder, greedy, batch 1, mean of the data sets: table, batch and temperature figure."""
     shown = {}
     for pair in PAIRS:
         average, batch = published.averages[pair], published.batches.pairs[pair]
@@ -130,9 +139,10 @@ def closed_form(evidence: Evidence, settings: Settings, x: FloatArray) -> FloatA
 
 def simulated(evidence: Evidence, model: PairModel) -> FloatArray:
     """The same numbers by the simulator, on texts of the published length."""
-    ssd, fast = (model.settings.ssd(fallback) for fallback in (Fallback.DRAFT, Fallback.NONE))
-    by_set = [[model.tokens_per_s(policy, name) for name in evidence.data_sets] for policy in (model.settings.sd, ssd)]
-    return np.array([*by_set[0], *by_set[1], model.mean_tokens_per_s(fast), model.mean_hit_rate(ssd)])
+    sd = model.predictions(model.settings.sd)
+    ssd, fast = (model.predictions(model.settings.ssd(fallback)) for fallback in (Fallback.DRAFT, Fallback.NONE))
+    rates = [prediction.tokens_per_s.value for prediction in (*sd, *ssd)]
+    return np.array([*rates, mean_tokens_per_s(fast), mean_hit_rate(ssd)])
 
 
 def _decoded(x: FloatArray) -> tuple[list[float], float, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from calibration.digest import digest
 from calibration.report import markdown_table
 from experiments.output import MANIFEST, output_folder
-from experiments.paper import decoders, miss_curves
+from experiments.paper import batches, contradictions, decoders, draft_devices, miss_curves, sampling, temperature
 from experiments.paper.pair_fit import Study, study
 from experiments.paper.published import PAIRS, Published, read_published
 from experiments.paper.section import Cell, Residual, Section, Table
@@ -36,6 +36,11 @@ def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Ca
     return {
         "miss rates": lambda: miss_curves.section(published),
         "decoders": lambda: decoders.section(published, studies),
+        "temperature": lambda: temperature.section(published, studies),
+        "batches": lambda: batches.section(published, studies),
+        "draft devices": lambda: draft_devices.section(published, studies),
+        "sampling": lambda: sampling.section(published),
+        "contradictions": lambda: contradictions.section(published, studies),
     }
 
 
@@ -49,7 +54,7 @@ def studies_of(published: Published, progress: Callable[[str], None] = lambda do
 
 
 def write_report(out: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Make `paper.md`, `paper.json`, the tables (CSV) and figures (SVG) in a folder; returns what `paper.json` holds."""
+    """`paper.md`, `paper.json`, the tables (CSV) and the figures (SVG) in a folder; returns what `paper.json` holds."""
     with output_folder(out, overwrite=overwrite) as folder:
         published = read_published()
         sections = assemble(published, progress)
