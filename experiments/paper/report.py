@@ -14,6 +14,7 @@ from experiments.output import MANIFEST, output_folder
 from experiments.paper import batches, contradictions, decoders, draft_devices, miss_curves, sampling, temperature
 from experiments.paper.pair_fit import Study, study
 from experiments.paper.published import PAIRS, Published, read_published
+from experiments.paper.questions import QUESTIONS
 from experiments.paper.section import Cell, Residual, Section, Table
 
 SCHEMA = 1
@@ -41,6 +42,7 @@ def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Ca
         "draft devices": lambda: draft_devices.section(published, studies),
         "sampling": lambda: sampling.section(published),
         "contradictions": lambda: contradictions.section(published, studies),
+        **QUESTIONS,
     }
 
 
