@@ -33,18 +33,21 @@ def section() -> Section:
     """Hit rates by what they depend on, then their worth."""
     records = {T: read_record(f"library_t{T}") for T in TEMPERATURES}
     rates = [row for T, record in records.items() for row in _rates(T, record)]
+    fallbacks = [row for T, record in records.items() for row in _by_fallback(T, record)]
     outcomes = [row for T, record in records.items() for row in _by_accept_count(T, record)]
     worth = [entry for T in TEMPERATURES for fallback in (DRAFT, NONE) for entry in worth_of_hits(records[T], fallback)]
     return Section(
         "Hit rates, and what they are worth",
         text=(
             "The packaged pair on 48 prompts of held-out files, 64 tokens each; every text is replayed exactly, and"
-            " intervals are over prompts. Fan-outs are uniform. In the second table rounds start anywhere in the texts."
-            f" In the third K = {K}, a step of the draft takes .15 of a verification; the theorem is given the hit rate"
-            " of each fan-out, and tokens per round by source as they are at a fan-out of 1.",
+            f" intervals are over prompts. Fan-outs are uniform; where no K is given it is {K}, where no fallback is it"
+            " is the draft. By accept count, rounds start anywhere in the texts. For what hits are worth, a step of the"
+            " draft takes .15 of a verification; the theorem is given the hit rate of each fan-out, and tokens per"
+            " round by source as they are at a fan-out of 1.",
         ),
         tables=(
             Table("hit_rates", "Hit rate by what it depends on", _RATE_HEAD, tuple(rates)),
+            Table("hit_rates_by_fallback", "Hit rate by fallback", _FALLBACK_HEAD, tuple(fallbacks)),
             Table("hit_rates_by_accept_count", "Hit rate by accept count k of K", _OUTCOME_HEAD, tuple(outcomes)),
             Table("worth_of_hits", "What hits are worth", _WORTH_HEAD, tuple(entry.row() for entry in worth)),
         ),
@@ -55,6 +58,7 @@ def section() -> Section:
 # -------------------------------------------------------------------------------------------------------------- rates
 
 _RATE_HEAD = ("temperature", "K", "fan-out", "hit rate", "low", "high", "after a hit", "after a miss")
+_FALLBACK_HEAD = ("temperature", "fallback", *_RATE_HEAD[2:])
 _OUTCOME_HEAD = ("temperature", "k", "share of rounds", "fan-out", "hit rate", "low", "high")
 
 
@@ -72,10 +76,21 @@ def _rates(temperature: int, record: AgreementRecord) -> Iterator[tuple[Cell, ..
     settings = [(K, fan_out) for K in LENGTHS for fan_out in FAN_OUTS]
     predictions = _predicted(record, [uniform_policy(K, fan_out, DRAFT) for K, fan_out in settings])
     for (length, fan_out), found in zip(settings, predictions, strict=True):
-        assert found.hit_rate is not None
-        by_source = [None if rate is None else rate.value for rate in found.hit_rate_by_source.values()]
-        rate = found.hit_rate
-        yield (temperature, length, fan_out, rate.value, rate.low, rate.high, *by_source)
+        yield temperature, length, fan_out, *_hit_rates(found)
+
+
+def _by_fallback(temperature: int, record: AgreementRecord) -> Iterator[tuple[Cell, ...]]:
+    for fallback in (DRAFT, Fallback.NGRAM, NONE):
+        policies: list[Policy] = [uniform_policy(K, fan_out, fallback) for fan_out in FAN_OUTS]
+        for fan_out, found in zip(FAN_OUTS, _predicted(record, policies), strict=True):
+            yield temperature, fallback.value, fan_out, *_hit_rates(found)
+
+
+def _hit_rates(found: Prediction[Policy]) -> tuple[Cell, ...]:
+    """The rate with its interval, then by source."""
+    rate, by_source = found.hit_rate, found.hit_rate_by_source.values()
+    assert rate is not None
+    return rate.value, rate.low, rate.high, *(None if of is None else of.value for of in by_source)
 
 
 def outcomes_anywhere(agreement: Agreement, K: int, fan_out: int) -> tuple[FloatArray, FloatArray]:

@@ -236,6 +236,7 @@ class Worth:
     accepted: float
     accepted_of_drafts: float
     speedup: Estimate
+    rate: tuple[FloatArray, FloatArray]  # (num_prompts,) tokens and seconds
 
     def row(self) -> tuple[Cell, ...]:
         v = self.variant
@@ -297,6 +298,7 @@ def _worth(temperature: int, variant: Variant, of: dict[str, FloatArray], none: 
         accepted=float(of["accepted_of_found"].sum() / num_found),
         accepted_of_drafts=float(of["accepted_of_drafted"].sum() / num_found),
         speedup=ratio_of_rates((of["tokens"], of["seconds"]), (none["tokens"], none["seconds"])),
+        rate=(of["tokens"], of["seconds"]),
     )
 
 
@@ -308,11 +310,13 @@ def _answer(worth: list[Worth]) -> Answer:
     greedy, sampled, copied = best(0, "branches"), best(1, "branches"), best(0, "text")
     return Answer(
         "Is a speculation cache that lives longer than a round worth anything?",
-        f"Only where the text repeats itself: in greedy texts it answers {100 * greedy.answered.value:.0f} % of the"
-        f" misses and makes decoding {greedy.speedup:.3f} times as fast, but prompt look-up, which keeps no"
-        f" speculation, makes it {copied.speedup:.3f} times as fast, as what the target wrote before is accepted more"
-        f" often ({copied.accepted:.2f} tokens against {greedy.accepted:.2f}) than what the draft model once guessed;"
-        f" in sampled texts the best of all keys gives {sampled.speedup:.3f}, for a speculation is found again only"
-        " under so short a key that it no longer fits.",
+        f"Only where the text repeats itself, and there no more than a copy of the text: in greedy texts it answers"
+        f" {100 * greedy.answered.value:.0f} % of the misses with speculations of which {greedy.accepted:.2f} tokens"
+        f" are accepted where a fresh draft has {greedy.accepted_of_drafts:.2f}, and makes decoding"
+        f" {greedy.speedup:.3f} times as fast; prompt look-up answers {100 * copied.answered.value:.0f} % with"
+        f" {copied.accepted:.2f} accepted tokens against {copied.accepted_of_drafts:.2f} and makes it"
+        f" {copied.speedup:.3f} times as fast, {ratio_of_rates(copied.rate, greedy.rate):.3f} of the former; in sampled"
+        f" texts the best key gives {sampled.speedup:.3f}, for what comes again comes only under keys so short that the"
+        " speculation no longer fits.",
         "table long_lived_cache",
     )

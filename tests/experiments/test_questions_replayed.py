@@ -106,8 +106,8 @@ def test_without_a_store_sampled_rounds_are_those_of_the_exact_engine_on_average
 
 
 def test_a_text_that_repeats_itself_is_copied_by_prompt_lookup() -> None:
-    """The draft is never right and nothing is ever prepared. Once a key of 2 tokens comes again with K tokens behind it,
-    two periods of 3 later, all is accepted."""
+    """The draft is never right and nothing is ever prepared. Once a key of 2 tokens comes again with K tokens behind
+    it, two periods of 3 later, all is accepted."""
     record = scripted_record(0.0, num_prompts=1, length=49, rank=50)
     period = np.tile([1, 2, 3], 17)[:49]
     record = record.__class__(**{**vars(record), "token": period, "prompt_tokens": ((9, 9, 9, 9),)})
@@ -129,7 +129,7 @@ def test_branches_that_follow_committed_tokens_are_the_draft_models_own(temperat
     assert agree.mean() > 0.999  # ties between the likeliest may be broken otherwise
 
 
-# ---------------------------------------------------------------------------------------------------- changing workloads
+# ---------------------------------------------------------------------------------------------------------- phases
 
 
 def test_phases_are_their_parts_one_after_the_other() -> None:
