@@ -219,7 +219,7 @@ def _settings_answer(published: Published, studies: Mapping[str, Study]) -> Answ
             f"{NAMES[pair]}: {', '.join(ranges)} are not significantly worse than the best"
             f" (K {best.sd_length} and {best.ssd_length}, F={best.fan_out}); the public engine's"
             f" K {engine.sd_speculation_length} and {engine.ssd_speculation_length} with F={engine.fan_out} misfit by"
-            f" {study.search.misfit_of(engine_settings):.1f} more ({NOT_WORSE:.1f} is significant)"
+            f" {study.misfit_of(engine_settings):.1f} more ({NOT_WORSE:.1f} is significant)"
         )
     lengths = {model.settings.ssd_length for study in studies.values() for model in study.search.models}
     note = (

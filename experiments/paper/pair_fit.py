@@ -209,10 +209,6 @@ class Search:
         """Those whose misfit exceeds the best one's by no more than chance lets three free numbers gain (95 %)."""
         return tuple(model for model in self.models if model.chi2 <= self.best.chi2 + NOT_WORSE)
 
-    def misfit_of(self, settings: Settings) -> float:
-        """Over the best one's, with other settings."""
-        return next(model.chi2 for model in self.models if model.settings == settings) - self.best.chi2
-
     def profile(self, name: str) -> dict[int, float]:
         """Lowest misfit by the value of one of the settings."""
         values = sorted({getattr(model.settings, name) for model in self.models})
@@ -239,6 +235,10 @@ class Study:
     @property
     def pair(self) -> str:
         return self.evidence.pair
+
+    def misfit_of(self, settings: Settings) -> float:
+        """With other settings, over that of the best ones searched."""
+        return fit_at(self.evidence, settings).chi2 - self.search.best.chi2
 
 
 def study(
