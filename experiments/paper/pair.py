@@ -12,6 +12,7 @@ from scipy.special import expit, logit
 
 from experiments.numbers import step_latency
 from experiments.step_times import TimesConfig
+from sim.errors import BadInput
 from sim.parametric import HitCurve, ParametricAgreement
 from sim.placement import Placement
 from sim.policy import Fallback, Policy, Speculative, SpeculativeSpeculative, uniform_fan_out
@@ -100,12 +101,15 @@ class PairModel:
         return replace(self, acceptances=moved)
 
     def matched(self, sd_tokens_per_s: float) -> PairModel:
-        """The shifted one whose SD has these tokens/s, the mean over the data sets."""
+        """The shifted one whose SD has these tokens/s, the mean over the data sets. Raises `BadInput` if no acceptance
+        gives them."""
 
         def excess(shift: float) -> float:
             moved = self.shifted(shift)
             return moved.mean_tokens_per_s(self.settings.sd) - sd_tokens_per_s
 
+        if not excess(-WIDEST_SHIFT) <= 0 <= excess(WIDEST_SHIFT):
+            raise BadInput("tokens/s of SD", f"must be within reach of K = {self.settings.sd_length}", sd_tokens_per_s)
         return self.shifted(float(brentq(excess, -WIDEST_SHIFT, WIDEST_SHIFT, xtol=1e-4)))
 
     def predictions(self, policy: Policy, batch_size: int = 1) -> list[Prediction[Policy]]:

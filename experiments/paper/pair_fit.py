@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -36,6 +36,7 @@ MISS_SCALING = 1.0  # misses are as frequent as rejections; 0: on all data sets 
 NOT_WORSE = float(chi2_law.ppf(0.95, 3))  # what three free numbers gain by chance
 MOST_STEPS = 200  # of least squares
 NUM_CORRECTIONS = 2  # each closes all but about a hundredth of the gap
+WITHOUT_HIT_RATE = "the hit rate is left out"  # an assumption by its name
 START_ACCEPTANCE, START_DRAFT_MS, START_LATE_MS = 0.8, 1.5, 0.5
 
 
@@ -56,11 +57,16 @@ class Evidence:
     curves: Curves
     error: float
     miss_scaling: float = MISS_SCALING
+    verify_over_ar: float = 1.0
     left_out: frozenset[str] = frozenset()
 
     @property
     def ar_ms(self) -> float:
         return 1e3 / self.ar_tokens_per_s
+
+    @property
+    def verify_ms(self) -> float:
+        return self.verify_over_ar * self.ar_ms
 
     @property
     def data_sets(self) -> tuple[str, ...]:
@@ -84,7 +90,7 @@ class Evidence:
         return replace(self, left_out=self.left_out | set(names))
 
 
-def evidence_of(published: Published, pair: str, miss_scaling: float = MISS_SCALING) -> Evidence:
+def evidence_of(published: Published, pair: str) -> Evidence:
     """What is fitted of a pair."""
     rows = published.decoders[pair]
     return Evidence(
@@ -96,7 +102,6 @@ def evidence_of(published: Published, pair: str, miss_scaling: float = MISS_SCAL
         hit_rate=published.temperatures.pairs[pair].hit_rate.uniform[0],
         curves=near_curves(published, PAIRS[pair], 0.0),
         error=repeat_error(published),
-        miss_scaling=miss_scaling,
     )
 
 
@@ -124,17 +129,18 @@ def repeat_error(published: Published) -> float:
 def closed_form(evidence: Evidence, settings: Settings, x: FloatArray) -> FloatArray:
     """The numbers of `Evidence.names` by Theorem 7 in the steady state. `x` as `_decoded` reads it."""
     acceptances, draft_ms, late_ms = _decoded(x)
-    ar, late = evidence.ar_tokens_per_s, late_ms / evidence.ar_ms
+    verify_ms = evidence.verify_ms
+    per_s, late = 1e3 / verify_ms, late_ms / verify_ms  # in units of a verification, as the theorem has it
     scales = miss_scales(acceptances, evidence.miss_scaling)
     hits = [hit_rate_of_all(evidence.curves, settings.fan_out, scale) for scale in scales]
-    step = draft_ms / evidence.ar_ms
+    step = draft_ms / verify_ms
     sd = [sd_speedup(expected_tokens_per_round(a, settings.sd_length), settings.sd_length * step) for a in acceptances]
     tokens = [expected_tokens_per_round(a, settings.ssd_length) for a in acceptances]
     backup = late + settings.ssd_length * step
     rounds = list(zip(hits, tokens, strict=True))
     ssd = [ssd_speedup(p, e, e, 1 + late, backup) for p, e in rounds]
     fast = sum(ssd_speedup(p, e, 1.0, 1 + late, late) for p, e in rounds) / len(rounds)
-    return np.array([*(ar * s for s in sd), *(ar * s for s in ssd), ar * fast, sum(hits) / len(hits)])
+    return np.array([*(per_s * s for s in (*sd, *ssd, fast)), sum(hits) / len(hits)])
 
 
 def simulated(evidence: Evidence, model: PairModel) -> FloatArray:
@@ -170,7 +176,7 @@ def fit_at(evidence: Evidence, settings: Settings, correction: FloatArray | floa
     return PairModel(
         pair=evidence.pair,
         settings=settings,
-        times=Times(evidence.ar_ms, evidence.ar_ms, draft_ms, late_ms),
+        times=Times(evidence.ar_ms, evidence.verify_ms, draft_ms, late_ms),
         acceptances=dict(zip(evidence.data_sets, acceptances, strict=True)),
         curves=evidence.curves,
         miss_scaling=evidence.miss_scaling,
@@ -203,10 +209,6 @@ class Search:
         """Those whose misfit exceeds the best one's by no more than chance lets three free numbers gain (95 %)."""
         return tuple(model for model in self.models if model.chi2 <= self.best.chi2 + NOT_WORSE)
 
-    def misfit_of(self, settings: Settings) -> float:
-        """Over the best one's, with other settings."""
-        return next(model.chi2 for model in self.models if model.settings == settings) - self.best.chi2
-
     def profile(self, name: str) -> dict[int, float]:
         """Lowest misfit by the value of one of the settings."""
         values = sorted({getattr(model.settings, name) for model in self.models})
@@ -221,12 +223,12 @@ def search(evidence: Evidence, lengths: Sequence[int] = LENGTHS, fan_outs: Seque
 
 @dataclass(frozen=True)
 class Study:
-    """A pair: what it is fitted to, the searches under either assumption on misses, the model that is used from there
-    on, and others that explain the numbers about as well."""
+    """A pair: what it is fitted to, the search and those under other assumptions, by what they assume, the model that
+    is used from there on, and others that explain the numbers about as well."""
 
     evidence: Evidence
     search: Search
-    search_of_equal_misses: Search
+    otherwise: Mapping[str, Search]
     model: PairModel
     alternatives: tuple[PairModel, ...]
 
@@ -234,21 +236,33 @@ class Study:
     def pair(self) -> str:
         return self.evidence.pair
 
+    def misfit_of(self, settings: Settings) -> float:
+        """With other settings, over that of the best ones searched."""
+        return fit_at(self.evidence, settings).chi2 - self.search.best.chi2
+
 
 def study(
     published: Published, pair: str, lengths: Sequence[int] = LENGTHS, fan_outs: Sequence[int] = FAN_OUTS
 ) -> Study:
-    """Search a pair, under either assumption on misses; the models are refitted to what the simulator says."""
-    evidence, equal = evidence_of(published, pair), evidence_of(published, pair, 0.0)
+    """Search a pair, and under other assumptions; the models are refitted to what the simulator says."""
+    evidence = evidence_of(published, pair)
     found = search(evidence, lengths, fan_outs)
     chosen = found.best.settings
     return Study(
         evidence=evidence,
         search=found,
-        search_of_equal_misses=search(equal, lengths, fan_outs),
+        otherwise={name: search(other, lengths, fan_outs) for name, other in _other_assumptions(evidence).items()},
         model=fit_by_simulation(evidence, chosen),
         alternatives=tuple(fit_by_simulation(evidence, settings) for settings in _alternatives(found, chosen)),
     )
+
+
+def _other_assumptions(evidence: Evidence) -> dict[str, Evidence]:
+    return {
+        "misses are the same on all data sets": replace(evidence, miss_scaling=0.0),
+        "a verification takes 1.1 AR steps": replace(evidence, verify_over_ar=1.1),
+        WITHOUT_HIT_RATE: evidence.without("hit rate"),
+    }
 
 
 def _alternatives(found: Search, chosen: Settings) -> list[Settings]:

@@ -180,7 +180,9 @@ def _time_answer(published: Published, points: Mapping[str, Sequence[_Point]]) -
                 [_published(sweep, name, rule)[index] for name in ("hit_rate", "tokens_per_s")] for rule in RULES
             ]
             missing.append(float(np.mean([_rounds(point.model, *of_rule)[-1] for of_rule in of_rules])))
-        shown = ", ".join(f"{ms:.1f} at T={p.temperature:g}" for ms, p in zip(missing, of_pair, strict=True))
+        shown = ", ".join(
+            f"{round(ms, 1) + 0.0:.1f} at T={p.temperature:g}" for ms, p in zip(missing, of_pair, strict=True)
+        )
         told.append(f"{NAMES[pair]}: {shown}")
     question = "How many milliseconds of a round of SSD are explained neither by hits nor by the steps fitted at T=0?"
     return Answer(question, f"{'; '.join(told)} (published hit rates).", "table temperature_rounds")
