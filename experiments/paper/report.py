@@ -26,14 +26,14 @@ def assemble(published: Published, progress: Callable[[str], None] = lambda doin
     """Every section, in the order of the report."""
     studies = studies_of(published, progress)
     sections = []
-    for name, build in builders(published, studies).items():
+    for name, build in (builders(published, studies) | dict(QUESTIONS)).items():
         progress(name)
         sections.append(build())
     return sections
 
 
 def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Callable[[], Section]]:
-    """What makes each section, by what is shown while it works."""
+    """What makes each section on the published figures, by what is shown while it works."""
     return {
         "miss rates": lambda: miss_curves.section(published),
         "decoders": lambda: decoders.section(published, studies),
@@ -42,7 +42,6 @@ def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Ca
         "draft devices": lambda: draft_devices.section(published, studies),
         "sampling": lambda: sampling.section(published),
         "contradictions": lambda: contradictions.section(published, studies),
-        **QUESTIONS,
     }
 
 

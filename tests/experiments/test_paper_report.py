@@ -105,6 +105,7 @@ def small_section(*_: object) -> Section:
 def test_the_command_writes_the_report_and_refuses_to_replace_it(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "studies_of", lambda *_: {})
     monkeypatch.setattr(report, "builders", lambda *_: {"a stand-in": small_section})
+    monkeypatch.setattr(report, "QUESTIONS", {})
     out = tmp_path / "paper"
     first = CliRunner().invoke(app, ["paper", "--out", str(out), "--quiet"])
     assert first.exit_code == 0, first.output
