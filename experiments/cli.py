@@ -819,6 +819,32 @@ def check_faults(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command()
+def paper(
+    out: Annotated[Path, typer.Option("--out", help="Folder.")] = Path("out/paper"),
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """The published figures of SSD (arXiv 2603.03251) beside ours: fits, predictions, residuals, contradictions."""
+    from experiments.paper.report import write_report
+
+    console = _console(as_json=as_json)
+
+    def show(doing: str) -> None:
+        if not quiet:
+            console.print(doing, highlight=False)
+
+    content = write_report(out, overwrite=overwrite, progress=show)
+    if as_json:
+        print(json.dumps(content, indent=1))
+        return
+    for section in content["sections"]:
+        for answer in section["answers"]:
+            console.print(f"{answer['question']} {answer['answer']}", highlight=False, markup=False)
+    console.print(f"wrote {out / 'paper.md'}", highlight=False, markup=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: bad input is one line on the error output and exit code 2; only bugs show a traceback."""
     try:

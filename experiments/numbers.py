@@ -238,7 +238,7 @@ def _system(config: NumbersConfig, document: Document) -> System:
     except BadInput as error:
         raise _placed(error, document) from None
     return System(
-        latency=_latency(times, longest, max(config.search.budgets), text.prompt_tokens, text.batch_size),
+        latency=step_latency(times, longest, max(config.search.budgets), text.prompt_tokens, text.batch_size),
         contention={Lane.TARGET: devices.slowdown_of_target, Lane.DRAFT: devices.slowdown_of_draft},
         host_s=dict.fromkeys(HostTerm, config.times.host_ms / 1e3),
         agreement=agreement,
@@ -288,7 +288,7 @@ def _workload(config: NumbersConfig, system: System) -> Workload:
     return Workload("parametric", prompts, text.new_tokens, text.temperature, batch_size=text.batch_size)
 
 
-def _latency(times: StepTimes, longest: int, widest: int, prompt_tokens: int, batch_size: int) -> LatencyModel:
+def step_latency(times: StepTimes, longest: int, widest: int, prompt_tokens: int, batch_size: int) -> LatencyModel:
     """Tables at every number of rows and of tokens per row that can occur; context changes nothing."""
     rows = [
         (Lane.TARGET, Operation.VERIFY, times.verify_ms, longest + 1),
