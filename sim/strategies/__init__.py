@@ -1,4 +1,4 @@
-"""Other ways to decode, on the inputs of `sim.predict`: trees, one-pass and feature drafters, PEARL, block verification.
+"""Other ways to decode, on the inputs of `sim.predict`: trees, other drafters, PEARL, block verification, look-up.
 
 A `Strategy` says what states a row has between rounds, what a round emits and where it leads, and what work it takes.
 long_run(strategy, workload, system) -> LongRun            summary numbers, any batch

@@ -17,7 +17,7 @@ from sim.strategies.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class BlockVerification:
-    """"Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), with the time of SD.
+    """ "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), with the time of SD.
 
     The replay law (ours): with r_j = q(x_j)/p(x_j) along the committed text, a round accepts at least i tokens with
     probability min over j <= i of r_1 ... r_j (1 for j = 0), where token verification has min(1, r_1) ... min(1, r_i).
@@ -51,7 +51,9 @@ class BlockVerification:
     def states(self, agreement: Agreement) -> tuple[RowState, ...]:
         """Those of SD."""
         if not isinstance(agreement, AgreementRecord):
-            rule = "needs a token-level agreement record, which `saguaro profile` writes; summary numbers do not tell it"
+            rule = (
+                "needs a token-level agreement record, which `saguaro profile` writes; summary numbers do not tell it"
+            )
             raise BadInput("block verification", rule)
         survival = self.survival(agreement)
         moves = np.zeros((len(survival) + 1, 2, *survival.shape[1:]))

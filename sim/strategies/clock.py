@@ -185,7 +185,9 @@ def _together(works: Sequence[tuple[tuple[DraftWork, ...], int]]) -> tuple[Draft
         raise BadInput("works", "must be of the same operations for all rows of a batch")
     total = sum(num for _, num in works)
     return tuple(
-        replace(column[0], num_tokens=sum(w.num_tokens * num for w, (_, num) in zip(column, works, strict=True)) / total)
+        replace(
+            column[0], num_tokens=sum(w.num_tokens * num for w, (_, num) in zip(column, works, strict=True)) / total
+        )
         for column in zip(*(row for row, _ in works), strict=True)
     )
 

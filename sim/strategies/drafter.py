@@ -54,10 +54,10 @@ def feature_drafter(decay: float, pass_ratio: float = 1.0) -> Drafter:
     """A head that continues from the target's own features (EAGLE, arXiv 2401.15077; EAGLE-3, 2503.01840).
 
     Its first token stands on features of the target, every later one on its own guesses of them: acceptance falls by
-    the factor `decay` with each such step. EAGLE-3 is trained on its own guesses, which brings the decay close to 1. The
-    agreement's acceptance must be that of the head's first token. Under SSD it builds before the verification has
-    ended: a speculation for k accepted tokens begins k + 1 steps after the last true feature (k tokens and the bonus
-    token), and its acceptance has decayed by so many steps more. The hit curves are taken to be unchanged, which favours
-    it there. What it recomputes with true features after each verification is taken to fit in its first step.
+    the factor `decay` with each such step. EAGLE-3 is trained on its own guesses, which is to bring the decay close to
+    1. The agreement's acceptance must be that of the head's first token. Under SSD it builds before the verification
+    has ended: a speculation for k accepted tokens begins k + 1 steps after the last true feature (k tokens and the
+    bonus token), and its acceptance has decayed by so many steps more. The hit curves are taken to be unchanged, which
+    favours it there. What it recomputes with true features after a verification is taken to fit in its first step.
     """
     return Drafter("target features", decay, pass_ratio, needs_features=True)

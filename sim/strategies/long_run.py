@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.agreement import Agreement
 from sim.batch_chain import stationary
 from sim.errors import BadInput
 from sim.parametric import ParametricAgreement
@@ -42,19 +43,42 @@ def long_run(strategy: Strategy, workload: Workload, system: System) -> LongRun:
     rounds, and rounds and batches that end early at the end of a text, are left out. Raises `BadInput` on an agreement
     record, which is followed place by place (`sim.strategies.replayed`).
     """
-    if not isinstance(system.agreement, ParametricAgreement):
-        raise BadInput("agreement", "must be parametric in the long run; a record is replayed place by place")
-    states = strategy.states(system.agreement)
-    share = stationary(np.stack([state.moves.sum(0) for state in states]))
-    tokens = sum(s * (np.arange(len(state.moves)) @ state.moves.sum(1)) for s, state in zip(share, states, strict=True))
-    contexts = contexts_of(strategy, Replay(system.agreement, workload))
-    clock = RoundClock(strategy, system, workload.temperature)
-    round_s = 0.0
-    for rows, chance in _batches(states, share, workload.batch_size):
-        seconds = clock.of(rows, contexts)
-        round_s += chance * float((seconds.always_s + seconds.onward_s).mean())
-    shares = {state.name: float(s) for state, s in zip(states, share, strict=True)}
-    return LongRun(workload.batch_size * float(tokens) / round_s, float(tokens), round_s, shares)
+    return SteadyState.of(strategy, system.agreement).timed(workload, system)
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """The states of a row and how often it is in each, whatever time they take."""
+
+    strategy: Strategy
+    states: tuple[RowState, ...]
+    share: FloatArray
+
+    @classmethod
+    def of(cls, strategy: Strategy, agreement: Agreement) -> SteadyState:
+        """Raises `BadInput` on an agreement record."""
+        if not isinstance(agreement, ParametricAgreement):
+            raise BadInput("agreement", "must be parametric in the long run; a record is replayed place by place")
+        states = strategy.states(agreement)
+        return cls(strategy, states, stationary(np.stack([state.moves.sum(0) for state in states])))
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of a row."""
+        emitted = [np.arange(len(state.moves)) @ state.moves.sum(1) for state in self.states]
+        return float(self.share @ emitted)
+
+    def timed(self, workload: Workload, system: System) -> LongRun:
+        """In batches of the workload, on a system of the same agreement."""
+        contexts = contexts_of(self.strategy, Replay(system.agreement, workload))
+        clock = RoundClock(self.strategy, system, workload.temperature)
+        round_s = 0.0
+        for rows, chance in _batches(self.states, self.share, workload.batch_size):
+            seconds = clock.of(rows, contexts)
+            round_s += chance * float((seconds.always_s + seconds.onward_s).mean())
+        shares = {state.name: float(s) for state, s in zip(self.states, self.share, strict=True)}
+        rate = workload.batch_size * self.tokens_per_round / round_s
+        return LongRun(rate, self.tokens_per_round, round_s, shares)
 
 
 def contexts_of(strategy: Strategy, replay: Replay) -> IntArray:

@@ -18,16 +18,17 @@ PRE_VERIFY, POST_VERIFY = 0, 1
 
 @dataclass(frozen=True)
 class Pearl:
-    """"PEARL: Parallel Speculative Decoding with Adaptive Draft Length" (arXiv 2408.11850), with windows of `window`
+    """ "PEARL: Parallel Speculative Decoding with Adaptive Draft Length" (arXiv 2408.11850), with windows of `window`
     draft tokens.
 
     Pre-verify: the target computes the law of the next token while the draft makes a window; if the window's first
     token passes, the rest is pending, otherwise it is dropped and the target's token stands. Post-verify: the target
     verifies the pending tokens while the draft makes the next window, whose first token is tested with the law after
-    the last pending one; if all pass, the row stays in post-verify. So windows of g are SSD with K = g - 1 that prepares
-    one outcome only, all accepted and the draft's own token as the bonus token, with fallback `none`; at temperature 0
-    the two make the same rounds. They differ in time: the draft goes on with its chain, without a glue pass. Assumes
-    that a window starts and ends with the verification beside it (the paper picks the window that takes as long).
+    the last pending one; if all pass, the row stays in post-verify. So windows of g are SSD with K = g - 1 that
+    prepares one outcome only, all accepted and the draft's own token as the bonus token, with fallback `none`; at
+    temperature 0 the two make the same rounds. They differ in time: the draft goes on with its chain, without a glue
+    pass. Assumes that a window starts and ends with the verification beside it (the paper picks the window that takes
+    as long).
     """
 
     window: int

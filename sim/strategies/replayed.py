@@ -73,9 +73,7 @@ def _stretches(strategy: Strategy, replay: Replay) -> list[_Stretch]:
     full = slice(1, max(1, min(replay.longest, replay.cap - K)))
     short = [slice(start, start + 1) for start in range(full.stop, replay.longest)]
     stretches = [_stretch(strategy, full, replay)] if full.stop > full.start else []
-    return stretches + [
-        _stretch(strategy.shortened(replay.cap - places.start - 1), places, replay) for places in short
-    ]
+    return stretches + [_stretch(strategy.shortened(replay.cap - places.start - 1), places, replay) for places in short]
 
 
 def _stretch(strategy: Strategy, places: slice, replay: Replay) -> _Stretch:

@@ -22,7 +22,7 @@ class SpeculativeTree:
 
     Assumes that a verification costs the same for nodes of a tree as for tokens of a chain. With a chain it is SD, with
     an empty tree AR. On an agreement record the tree holds the likeliest tokens of the draft model, and the target's
-    token is followed where it is a child: exact at every temperature for that rule, which at temperature 0 is also SD's.
+    token is followed where it is a child: exact at every temperature for that rule, at temperature 0 that of SD too.
     """
 
     tree: TokenTree

@@ -1,4 +1,4 @@
-"""A strategy on simulated clocks (SimPy): rounds drawn one by one, the two devices as processes. A check on `long_run`."""
+"""A strategy on simulated clocks (SimPy): rounds drawn one by one, two devices as processes; a check on `long_run`."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class TokenTree:
         parent or its better sibling: the likeliest paths make a tree, and the best one.
         """
         paths: list[Path] = []
-        heap = [(-chance(0, 0), (0,))] if depth else []
+        heap: list[tuple[float, Path]] = [(-chance(0, 0), (0,))] if depth else []
         while heap and len(paths) < num_nodes:
             weight, path = heapq.heappop(heap)
             paths.append(path)
-            *parent, rank = path
+            parent, rank = path[:-1], path[-1]
             before = weight / max(chance(rank, len(parent)), 1e-300)
             heapq.heappush(heap, (before * chance(rank + 1, len(parent)), (*parent, rank + 1)))
             if len(path) < depth:

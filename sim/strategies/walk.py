@@ -48,5 +48,3 @@ def path_ends(tree: TokenTree, law: RankLaw) -> Iterator[PathEnd]:
         for rank in range(num_children):
             reached[*path, rank] = here * law.within(rank, rank + 1, depth)
         yield PathEnd(path, num_children, here, here * (1 - law.within(0, num_children, depth)))
-
-
