@@ -1,4 +1,4 @@
-"""SD that accepts or rejects a speculation as a block in place of token by token."""
+"""SD and SSD that accept or reject a speculation as a block in place of token by token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput, require_count
 from sim.strategies.places import FloatArray, read_after
+from sim.strategies.prepared_tree import PreparedTree
+from sim.strategies.rank_law import rank_law
 from sim.strategies.speculative_tree import SpeculativeTree
 from sim.strategies.strategy import RowState
 from sim.strategies.token_tree import TokenTree
+from sim.trace import Source
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,51 @@ class BlockVerification:
             product = product * read_after(ratios, j)
             survival.append(np.minimum(survival[-1], product))
         return np.stack(survival)
+
+
+@dataclass(frozen=True)
+class PreparedBlocks:
+    """SSD whose verifications accept a speculation as a block; after a miss the draft drafts.
+
+    `fan_out[k]` bonus tokens are prepared for accept count k, after a hit and after a miss. They are the likeliest of
+    q, the rejected one among them: as later tokens have a say in the accepted count, the draft's own next token may be
+    the bonus token too. So a hit is decided by the text alone, and the law is exact on a record. The time is that of
+    SSD.
+    """
+
+    fan_out: tuple[int, ...]
+    room: int | None = None  # draft tokens that the length cap leaves room for; all of them unless given
+
+    def __post_init__(self) -> None:
+        if len(self.fan_out) < 2:
+            raise BadInput("fan-out", "must have an entry for each accept count, 0..K with K >= 1", list(self.fan_out))
+
+    @property
+    def name(self) -> str:
+        return f"SSD K={self.num_drafted} F={'/'.join(map(str, self.fan_out))}, block verification"
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.fan_out) - 1
+
+    @property
+    def drafts_beside(self) -> bool:
+        return True
+
+    def shortened(self, num_drafted: int) -> PreparedBlocks:
+        return replace(self, room=num_drafted)
+
+    def states(self, agreement: Agreement) -> tuple[RowState, ...]:
+        """After a miss and after a hit."""
+        accepting = BlockVerification(self.num_drafted, self.room).states(agreement)[0]
+        law, fan_out = rank_law(agreement, Source.HIT), self.fan_out
+        moves = np.zeros_like(accepting.moves)
+        for num_accepted in range(len(moves) - 1):
+            ended = accepting.chance_of(num_accepted + 1)
+            prepared = ended * law.within(0, fan_out[num_accepted], num_accepted)
+            moves[num_accepted + 1] = ended - prepared, prepared
+        ssd = PreparedTree(TokenTree.chain(self.num_drafted), fan_out, fan_out, room=self.room).states(agreement)
+        return tuple(RowState(state.name, state.work, moves) for state in ssd)
 
 
 def likelihood_ratios(record: AgreementRecord) -> FloatArray:

@@ -116,10 +116,10 @@ def _seconds(stretch: _Stretch, mass: FloatArray, replay: Replay, clock: RoundCl
     """(num_prompts,) mean time of the rounds that start in a stretch."""
     starts = np.arange(stretch.places.start, stretch.places.stop)
     context = replay.prompt_length[:, None] + starts - 1
-    inside = stretch.left > 0
     total = np.zeros(replay.num_prompts)
     for work, here, goes_on in zip(stretch.works, mass[:, :, stretch.places], stretch.goes_on, strict=True):
-        if not here.any():
+        inside = (stretch.left > 0) & (here > 0)
+        if not inside.any():
             continue
         contexts, where = np.unique(context[inside], return_inverse=True)
         found = clock.of([(work, 1)], contexts)

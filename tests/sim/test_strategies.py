@@ -13,7 +13,7 @@ from sim.parametric import HitCurve, ParametricAgreement
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.simulate import predict
 from sim.strategies.all_accepted import all_accepted_only
-from sim.strategies.block_verification import BlockVerification
+from sim.strategies.block_verification import BlockVerification, PreparedBlocks
 from sim.strategies.drafter import DRAFT_MODEL, Drafter, feature_drafter, one_pass_drafter
 from sim.strategies.long_run import LongRun, long_run
 from sim.strategies.pearl import Pearl
@@ -317,6 +317,28 @@ def test_greedy_block_verification_is_sd() -> None:
     np.testing.assert_allclose(found.seconds, known.seconds, rtol=1e-12)
 
 
+def test_greedy_prepared_blocks_are_ssd_that_wastes_a_branch_on_the_rejected_token() -> None:
+    record = greedy_record()
+    system, rules = system_of(record, tree_step_s=0.0005), workload_of(record)
+    known = predict(SpeculativeSpeculative(4, LISTS, LISTS), rules, system).expectation
+    wasteful = (*(num + 1 for num in LISTS[:-1]), LISTS[-1])
+    found = replayed(PreparedBlocks(wasteful), rules, system)
+    for name in ("num_rounds", "num_hits", "num_lookups", "seconds"):
+        np.testing.assert_allclose(getattr(found, name), getattr(known, name), atol=1e-9)
+
+
+def test_prepared_blocks_make_the_rounds_of_blocks_and_hit_more_with_more_branches() -> None:
+    record = sampled_record()
+    system, rules = system_of(record), workload_of(record)
+    rounds = replayed(BlockVerification(4), rules, system).num_rounds
+    found = [replayed(PreparedBlocks((num,) * 5), rules, system) for num in (0, 1, 3, 6)]
+    for each in found:
+        np.testing.assert_allclose(each.num_rounds, rounds)
+    hits = [each.num_hits.sum() / each.num_lookups.sum() for each in found]
+    assert hits[0] == 0 and hits[-1] == pytest.approx(1)
+    assert all(more > fewer for fewer, more in pairwise(hits))
+
+
 # ------------------------------------------------------------------------------------------------ engines, refusals
 
 
@@ -398,6 +420,8 @@ def test_what_an_agreement_does_not_tell_is_refused() -> None:
         PreparedTree(TREE, LISTS, LISTS)
     with pytest.raises(BadInput, match="fallback"):
         PreparedTree(CHAIN, LISTS, LISTS, Fallback.NGRAM)
+    with pytest.raises(BadInput, match="fan-out"):
+        PreparedBlocks((1,))
     with pytest.raises(BadInput, match="one pass"):
         Drafter("both", one_pass=True, needs_features=True)
     assert DRAFT_MODEL.acceptance(0.7, 5, stale=9) == 0.7
