@@ -8,7 +8,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from sim.errors import BadInput
+from experiments.searching import parse_batch_sizes
+from sim.errors import BadInput, require_count, require_number
 from sim.extrapolation import Knots
 from sim.latency import OperationLatency
 from sim.mean_times import DRAFT_STEP, VERIFY
@@ -27,9 +28,6 @@ from sim.trace import Lane, Source
 from sim.workers import HERE, Workers
 from sim.workload import Workload
 
-ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
-RATIOS = (0.02, 0.05, 0.1, 0.2, 0.4)
-BATCH_SIZES = (1, 4, 16)
 TARGET_DEVICES = (1, 4)
 TIE = 0.02  # of tokens/s: what differs by less is a tie
 
@@ -53,6 +51,41 @@ GAINS = (  # what drafting beside the verification adds, with the same drafter
     (PEARL, SD),
     (ALL_ACCEPTED, SD),
 )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points of a table: acceptance of the drafter's first token, ratio of one of its passes to a verification of
+    one token, rows of a batch."""
+
+    acceptances: tuple[float, ...]
+    ratios: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for acceptance in self.acceptances:
+            require_number("--acceptances", acceptance, 0, 1)
+        for ratio in self.ratios:
+            require_number("--ratios", ratio, 0, above=True)
+        for batch_size in self.batch_sizes:
+            require_count("--batch-sizes", batch_size, 1)
+
+    @classmethod
+    def parse(cls, acceptances: str, ratios: str, batch_sizes: str) -> Grid:
+        """Of numbers with commas between them. Raises `BadInput` naming the option."""
+        return cls(_numbers("--acceptances", acceptances), _numbers("--ratios", ratios), parse_batch_sizes(batch_sizes))
+
+    @property
+    def places(self) -> list[tuple[float, int]]:
+        """Ratios and batch sizes."""
+        return list(product(self.ratios, self.batch_sizes))
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise BadInput(option, "must be numbers with commas between them", text) from None
 
 
 @dataclass(frozen=True)
@@ -147,10 +180,7 @@ def _point_to_dict(point: Point) -> dict[str, Any]:
 def winner_table(
     workload: Workload,
     system: System,
-    *,
-    acceptances: Sequence[float] = ACCEPTANCES,
-    ratios: Sequence[float] = RATIOS,
-    batch_sizes: Sequence[int] = BATCH_SIZES,
+    grid: Grid,
     assumptions: Assumptions = Assumptions(),
     workers: Workers = HERE,
 ) -> WinnerTable:
@@ -164,8 +194,8 @@ def winner_table(
     """
     if not isinstance(system.agreement, ParametricAgreement):
         raise BadInput("rivals", "compares on a file of numbers; an agreement record has one acceptance only")
-    of_acceptance = partial(_points, workload, system, assumptions, list(product(ratios, batch_sizes)))
-    points = [point for found in workers.map(of_acceptance, list(acceptances)) for point in found]
+    of_acceptance = partial(_points, workload, system, assumptions, grid.places)
+    points = [point for found in workers.map(of_acceptance, grid.acceptances) for point in found]
     return WinnerTable(tuple(points), assumptions)
 
 

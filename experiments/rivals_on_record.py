@@ -38,7 +38,9 @@ from sim.workload import Workload
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 BUDGETS = (4, 8, 16, 32)
-NODES, DEPTHS = (2, 4, 6, 8, 16, 32), (2, 3, 4, 6)
+NODES, DEPTHS = (4, 8, 16, 32), (2, 3, 6)
+BUDGETS_OF_TREES = (8, 32)
+HEAD = ("way to decode", "best setting", "tokens/s", "emitted / round", "times AR")
 Way = Policy | Strategy
 
 
@@ -123,7 +125,9 @@ def families_on(record: AgreementRecord) -> Iterator[tuple[str, list[Way]]]:
         "SSD tree",
         [
             prepared_tree(tree, budget, record, fallback)
-            for tree, budget, fallback in product(_trees(chance), BUDGETS, (Fallback.DRAFT_MISSING, Fallback.NONE))
+            for tree, budget, fallback in product(
+                _trees(chance), BUDGETS_OF_TREES, (Fallback.DRAFT_MISSING, Fallback.NONE)
+            )
         ],
     )
     yield "SSD all accepted", [all_accepted_only(K) for K in LENGTHS]
@@ -156,12 +160,12 @@ def _ssd(record: AgreementRecord) -> Iterator[SpeculativeSpeculative]:
     for fan_out in _fan_outs(record):
         K, budget = len(fan_out) - 1, sum(fan_out)
         yield SpeculativeSpeculative(K, fan_out, fan_out, Fallback.DRAFT)
-        yield SpeculativeSpeculative(K, fan_out, exact_fan_out(after_no_draft, budget), Fallback.NONE)
+        yield SpeculativeSpeculative(K, fan_out, exact_fan_out(after_no_draft.tolist(), budget), Fallback.NONE)
 
 
 def _fan_outs(record: AgreementRecord) -> list[tuple[int, ...]]:
     masses = [outcome_hit_mass(record, K, _widest(record), Source.HIT) for K in LENGTHS]
-    return list(dict.fromkeys(exact_fan_out(mass, budget) for mass in masses for budget in BUDGETS))
+    return list(dict.fromkeys(exact_fan_out(mass.tolist(), budget) for mass in masses for budget in BUDGETS))
 
 
 def _widest(record: AgreementRecord) -> int:

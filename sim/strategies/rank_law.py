@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
+from sim.parametric import ParametricAgreement
 from sim.policy import Drafting, Proposer
 from sim.strategies.drafter import DRAFT_MODEL, Drafter
 from sim.strategies.places import read_after
@@ -36,10 +37,12 @@ def rank_law(agreement: Agreement, source: Source, drafter: Drafter = DRAFT_MODE
 
     A record says the rank of every token. With summary numbers the first rank has the acceptance of the drafter, and
     the next F of them the hit rate of fan-out F after a rejection: at temperature 0 that is what both numbers mean.
-    Raises `BadInput` for a drafter other than the recorded one.
+    Raises `BadInput` for a drafter other than the recorded one, and for an agreement that is neither.
     """
-    if not isinstance(agreement, AgreementRecord):
+    if isinstance(agreement, ParametricAgreement):
         return ParametricRanks(agreement, source, drafter, stale)
+    if not isinstance(agreement, AgreementRecord):
+        raise BadInput("agreement", "must be a record or summary numbers", type(agreement).__name__)
     if drafter != DRAFT_MODEL:
         rule = "must be the draft model on an agreement record, which holds no tokens of another one"
         raise BadInput("drafter", rule, drafter.name)
@@ -50,7 +53,7 @@ def rank_law(agreement: Agreement, source: Source, drafter: Drafter = DRAFT_MODE
 class ParametricRanks:
     """Scalars. The hit curve of synchronous rounds is that of all rounds of either source in the long run (eq. 1)."""
 
-    agreement: Agreement
+    agreement: ParametricAgreement
     source: Source
     drafter: Drafter = DRAFT_MODEL
     stale: int = 0
@@ -65,8 +68,14 @@ class ParametricRanks:
         """That the rank is below a width."""
         if width == 0:
             return 0.0
-        first = self._acceptance(depth)
-        return first + (1 - first) * self._hit_rate(width - 1, depth, rejected=True)
+        if (width, depth) not in self._known:
+            first = self._acceptance(depth)
+            self._known[width, depth] = first + (1 - first) * self._hit_rate(width - 1, depth, rejected=True)
+        return self._known[width, depth]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], float]:
+        return {}
 
     def _acceptance(self, depth: int) -> float:
         recorded = self.agreement.acceptance_table(depth, self._drafting(self.source))[0, 0]
