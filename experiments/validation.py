@@ -21,17 +21,15 @@ from calibration.validation_report import answer as result_in_words
 from calibration.validation_report import in_a_sentence, table_of_rows, validation_report
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, ValidationConfig
-from experiments.measurement import CompanionRuns, join, measure_interleaved
+from experiments.measurement import CompanionRuns, join, measure_interleaved, warm_up
 from experiments.planning import best_engine
 from experiments.run import (
-    measure_short_runs,
     one_of_each_kind,
     run_manifest,
     search_space,
     trace_policies,
-    warm_up,
-    workloads_of_short_runs,
 )
+from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
@@ -138,20 +136,22 @@ def measure_profiles(
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
         agreement = bench.measure_agreement(calibration, progress)
-    halves = {size: workloads_of_short_runs(config, replace(calibration, batch_size=size)) for size in batch_sizes}
-    runs: dict[int, list[Trace]] = {size: [] for size in batch_sizes}
-    for size in batch_sizes:
-        name = f"profile: short runs before, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][0], stages, name)
-    with stages.reported("profile: latency of every operation") as progress:
-        latency = tuple(bench.measure_latency(progress))
-    for size in batch_sizes:
-        name = f"profile: short runs after, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][1], stages, name)
+    short_runs = {
+        size: ShortRuns(
+            bench, policies, workload_of_short_runs(config, replace(calibration, batch_size=size)), config.seed
+        )
+        for size in batch_sizes
+    }
+    with stages.reported(LATENCIES) as progress:
+        latency = tuple(bench.measure_latency(in_between(list(short_runs.values()), progress)))
+        for runs in short_runs.values():
+            runs.up_to(1.0)
+    for size, runs in short_runs.items():
+        stages.split(LATENCIES, f"{SHORT_RUNS}, batches of {size}", runs.seconds)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
     profiles = {}
     for size in batch_sizes:
-        workload, own = replace(calibration, batch_size=size), runs[size]
+        workload, own = replace(calibration, batch_size=size), short_runs[size].traces()
         manifest = profile_manifest(bench.identity, workload, config.to_dict(), durations_s, latency, len(own))
         profiles[size] = Profile(agreement, latency, tuple(own), manifest)
     return profiles
@@ -302,7 +302,7 @@ def measure(
         by_size.setdefault(c.batch_size, []).append(number)
     with stages.counted(name, len(configurations) * len(workload.prompts) * repeats) as advance:
         for size, numbers in by_size.items():
-            warm_up(bench, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
+            warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
         for repeat in range(repeats):
             for index, of_block in enumerate(blocks):
                 for size, numbers in by_size.items():
