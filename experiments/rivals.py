@@ -31,10 +31,11 @@ from sim.workload import Workload
 TARGET_DEVICES = (1, 4)
 TIE = 0.02  # of tokens/s: what differs by less is a tie
 
-LENGTHS = (1, 2, 3, 4, 6, 8)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)
+WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 13)
 BUDGETS = (8, 32)  # branches of each row
-NODES, DEPTHS = (8, 16, 32, 63), (2, 3, 4, 6)
-NODES_OF_EACH_OUTCOME, DEPTHS_OF_EACH_OUTCOME = (6, 16, 32), (3, 4)
+NODES, DEPTHS = (8, 16, 32, 63), (2, 3, 4, 6, 10)
+NODES_OF_EACH_OUTCOME, DEPTHS_OF_EACH_OUTCOME = (6, 16, 32), (3, 4, 6)
 FALLBACKS = (Fallback.DRAFT_MISSING, Fallback.NONE)
 
 AR, SD, SSD = "AR", "SD", "SSD"
@@ -274,7 +275,7 @@ def families_of(agreement: ParametricAgreement, assumptions: Assumptions) -> Ite
     yield SSD_ONE_PASS, _prepared_chains(agreement, one_pass)
     yield SSD_FEATURES, _prepared_chains(agreement, features)
     yield ALL_ACCEPTED, [_all_accepted(K) for K in LENGTHS]
-    yield PEARL, [Pearl(window) for window in range(1, 10)]
+    yield PEARL, [Pearl(window) for window in WINDOWS]
 
 
 def _chains(drafter: Drafter) -> list[Strategy]:

@@ -52,7 +52,7 @@ def run(profile: Profile) -> tuple[list[list[Trace]], list[Trace]]:
         calibration = bench.workload("calibration", config.workload.calibration_prompts)
         companions = CompanionRuns(bench.execute, trace_policies(config), calibration, SEED)
         traces = measure_interleaved(
-            Warm(bench.execute, lambda: warm_up(bench, POLICIES, test)),
+            Warm(bench.execute, lambda: warm_up(bench.execute, POLICIES, test)),
             POLICIES,
             test,
             repeats=REPEATS,

@@ -11,6 +11,7 @@ from experiments.rivals import (
     AR,
     BESIDE,
     GAINS,
+    LENGTHS,
     ONE_PASS,
     SD,
     SSD_ONE_PASS,
@@ -58,7 +59,7 @@ def test_the_best_sd_is_the_best_of_the_policies(numbers, table, batch_size: int
         with_draft_ratio(numbers.system, 0.2), agreement=replace(numbers.system.agreement, acceptance=(0.6,))
     )
     rules = replace(numbers.workload, batch_size=batch_size)
-    known = [steady_state(Speculative(K), rules, system) for K in (1, 2, 3, 4, 6, 8)]
+    known = [steady_state(Speculative(K), rules, system) for K in LENGTHS]
     best = max(float(found.num_tokens[0] / found.seconds[0]) for found in known)
     assert table.at(0.6, 0.2, batch_size).rates[SD] == pytest.approx(best)
     assert table.at(0.6, 0.2, batch_size).rates[AR] == pytest.approx(batch_size / 0.0115)
