@@ -335,6 +335,55 @@ def search(
         print(f"wrote {out / 'report.html'}", file=sys.stderr)
 
 
+@app.command()
+def rivals(
+    source: PlanSource,
+    acceptances: Annotated[
+        str, typer.Option("--acceptances", help="Of the drafter's first token.")
+    ] = "0.5,0.6,0.7,0.8,0.9",
+    ratios: Annotated[
+        str, typer.Option("--ratios", help="A pass of the drafter over a verification of one token.")
+    ] = "0.02,0.05,0.1,0.2,0.4",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Up to the file's text.batch_size.")] = "1,4,16",
+    one_pass_decay: Annotated[
+        float, typer.Option("--one-pass-decay", min=0, max=1, help="Of acceptance per draft token of one pass.")
+    ] = 0.85,
+    feature_decay: Annotated[
+        float, typer.Option("--feature-decay", min=0, max=1, help="Of acceptance per step without true features.")
+    ] = 0.95,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Processes, used once it pays; the cores unless given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Token trees, one-pass and feature drafters, PEARL, look-up, block verification beside AR, SD and SSD.
+
+    A file of numbers: who wins over acceptance, cost of a draft step, batch size and devices. A system.json: every way
+    on the recorded texts.
+    """
+    from experiments.planning import read_plan
+    from sim.agreement import AgreementRecord
+    from sim.workers import Workers, num_cores
+
+    plan = read_plan(source)
+    _print_basis(plan)
+    if isinstance(plan.system.agreement, AgreementRecord):
+        from experiments.rivals_on_record import HEAD, in_rows, rivals_on_record
+
+        found = rivals_on_record(plan.workload, plan.system)
+        if as_json:
+            print(json.dumps([row.to_dict() for row in found], indent=1))
+            return
+        _print_table(HEAD, in_rows(found), _console(as_json=False))
+        return
+    from experiments.rivals import Assumptions, Grid, winner_table, winners_in_markdown
+
+    grid = Grid.parse(acceptances, ratios, batch_sizes)
+    assumptions = Assumptions(one_pass_decay, feature_decay)
+    table = winner_table(plan.workload, plan.system, grid, assumptions, Workers(num_workers or num_cores()))
+    print(json.dumps(table.to_dict(), indent=1) if as_json else winners_in_markdown(table))
+
+
 def _draw_map(answer: Answer, path: Path) -> None:
     from experiments.figures import win_map
 
