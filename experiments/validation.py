@@ -173,9 +173,10 @@ def measure_profiles(
     }
     with stages.reported(LATENCIES) as progress:
         measure_latency = partial(bench.measure_latency, in_between(list(short_runs.values()), progress))
-        latency = tuple(ledger.once("profile/latency", LATENCY, measure_latency))
+        samples = ledger.once("profile/latency", LATENCY, measure_latency)
         for runs in short_runs.values():
             runs.up_to(1.0)
+    latency = tuple(samples)
     for size, runs in short_runs.items():
         stages.split(LATENCIES, f"{SHORT_RUNS}, batches of {size}", runs.seconds)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
