@@ -203,17 +203,10 @@ def _with_options(document: Document, seed: int | None, batch_size: int | None, 
         document = document.with_value(("seed",), seed, "--seed")
     if batch_size is not None:
         document = document.with_value(("workload", "batch_size"), batch_size, "--batch-size")
-    return with_settings(document, settings)
-
-
-def with_settings(document: Document, settings: Sequence[str]) -> Document:
-    """The document with the values of `--set`. Raises `BadInput` naming the setting."""
     for text in settings:
-        keys, value = parse_setting(text, "--set")
-        if keys[0] == REDUCED:
+        if parse_setting(text, "--set")[0][0] == REDUCED:
             raise BadInput("--set", f"must name a setting itself; --{REDUCED} uses those of that section", text)
-        document = document.with_value(keys, value, f"--set {'.'.join(keys)}")
-    return document
+    return document.with_settings(settings)
 
 
 def _checked(document: Document) -> ExperimentConfig:

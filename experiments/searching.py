@@ -174,8 +174,7 @@ def answer(question: Question, plan: Plan) -> Answer:
             found, question.load, question.slo, together, system, seed=question.seed, workers=workers
         )
     moved = None
-    can_be_drawn = plan.numbers is not None and plan.numbers.ranges and system.placement.num_targets == 1
-    if plan.numbers is not None and can_be_drawn and question.num_draws:
+    if plan.numbers is not None and plan.numbers.ranges and question.num_draws:
         others = [prediction for prediction in found.best_of_each_length() if prediction is not found.recommended]
         moved = uncertainty(plan.numbers, [found.recommended, *others], question.num_draws, question.seed)
     what_if = None

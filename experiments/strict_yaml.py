@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -75,6 +75,14 @@ class Document:
                 what = "a list; set all of it" if isinstance(here, list) else "no section"
                 raise BadInput(option, f"{'.'.join(path[:depth])} is {what}")
         return replace(self, data=_with_value(self.data, path, value), given={**self.given, path: option})
+
+    def with_settings(self, settings: Iterable[str]) -> Document:
+        """The document with what `--set` gave, each like `section.key=value`. Raises `BadInput` as `with_value`."""
+        chosen = self
+        for text in settings:
+            keys, value = parse_setting(text, "--set")
+            chosen = chosen.with_value(keys, value, f"--set {'.'.join(keys)}")
+        return chosen
 
 
 def _with_value(data: Mapping[str, Any] | None, path: Keys, value: Any) -> dict[str, Any]:
