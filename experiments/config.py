@@ -203,11 +203,6 @@ def _with_options(document: Document, seed: int | None, batch_size: int | None, 
         document = document.with_value(("seed",), seed, "--seed")
     if batch_size is not None:
         document = document.with_value(("workload", "batch_size"), batch_size, "--batch-size")
-    return with_settings(document, settings)
-
-
-def with_settings(document: Document, settings: Sequence[str]) -> Document:
-    """The document with the values of `--set`. Raises `BadInput` naming the setting."""
     for text in settings:
         if parse_setting(text, "--set")[0][0] == REDUCED:
             raise BadInput("--set", f"must name a setting itself; --{REDUCED} uses those of that section", text)

@@ -218,7 +218,7 @@ def numbers_of(document: Document) -> Numbers:
     for entry in ranges:
         for value in (entry.low, entry.high):
             _check_end(numbers, entry, value)
-    return numbers
+    return replace(numbers, ranges=()) if config.devices.num_targets > 1 else numbers
 
 
 def _config(document: Document) -> NumbersConfig:
@@ -405,7 +405,7 @@ def _assumptions(config: NumbersConfig) -> tuple[str, ...]:
     if config.times.is_flat:
         assumptions.append("verifying K + 1 tokens takes as long as one autoregressive step, whatever K")
     if config.devices.num_targets > 1:
-        assumptions.append("every number is as stated: no ranges are drawn for targets that share a draft")
+        assumptions.append("every number is as stated: ranges are not drawn for targets that share a draft")
     weighs = config.devices.transfer_gb_per_s is not None or config.memory != MemoryConfig()
     if weighs and config.text.temperature > 0 and not config.vocabulary.num_tokens:
         assumptions.append("draft distributions take no room and no time: vocabulary.num_tokens is not given")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from calibration.report import in_words as interval_in_words
-from experiments.config import load_sweep, with_settings
+from experiments.config import load_sweep
 from experiments.numbers import numbers_of
 from experiments.planning import Plan, best_engine, plan_from
 from experiments.run import run_in, search_space
@@ -116,7 +116,7 @@ def search_points(
 ) -> Swept:
     """Search a file of numbers at every point of its sweep, all with the same seed. `say` is told what is assumed, and
     the progress. Raises `BadInput` on a file that is wrong at any point, before the first search."""
-    document = with_settings(read_yaml(path), settings)
+    document = read_yaml(path).with_settings(settings)
     plans = [(point, plan_from(numbers_of(point.document))) for point in points(document)]
     for assumption in dict.fromkeys(line for _, plan in plans for line in plan.assumptions):
         say(f"assumed: {assumption}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 import experiments.bench
-from experiments.config import QUICKSTART, load_config, load_sweep, with_settings
+from experiments.config import QUICKSTART, load_config, load_sweep
 from experiments.numbers import numbers_of
 from experiments.planning import plan_from
 from experiments.run import run_in, search_space
@@ -77,7 +77,7 @@ def test_the_answer_stands_behind_the_table_or_in_it() -> None:
 
 @pytest.mark.parametrize("path", files_of("search", run_models=False))
 def test_numbers_are_searched(path: Path) -> None:
-    plan = plan_from(numbers_of(with_settings(read_yaml(path), SMALL)))
+    plan = plan_from(numbers_of(read_yaml(path).with_settings(SMALL)))
     assert plan.search is not None
     found = answer(Question(search_space(plan.search), num_draws=2), plan)
     assert found.found.num_policies > 3
@@ -95,7 +95,7 @@ def test_numbers_are_swept(path: Path) -> None:
 
 @pytest.mark.parametrize("path", files_of("serve", run_models=False))
 def test_numbers_are_served(path: Path) -> None:
-    plan = plan_from(numbers_of(with_settings(read_yaml(path), FEW)))
+    plan = plan_from(numbers_of(read_yaml(path).with_settings(FEW)))
     load = OpenLoop(Poisson(1.5), 4, 40)
     report = serve(Speculative(2), load, plan.workload, plan.system)
     assert report.tokens_per_s is None or report.tokens_per_s.value > 0

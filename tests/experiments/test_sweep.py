@@ -167,3 +167,14 @@ def test_targets_that_share_a_draft_queue_for_it(num_targets: int) -> None:
     assert rate == pytest.approx(4e3 / max(20 + 12, num_targets * 12), rel=0.01)
     alone = predict(Autoregressive(), plan.workload, plan.system, engine="des").tokens_per_s.value
     assert alone == pytest.approx(50.0, rel=1e-3)
+
+
+def test_ranges_are_not_drawn_where_targets_share_a_draft() -> None:
+    """The engine of shared drafts is a sampled one; what was assumed says so."""
+    text = HEAD.replace("swept", "shared") + "ranges: {times.verify_ms: {low: 19.0, high: 22.0}}\n"
+    assert numbers_of(parse_yaml(text, "alone.yaml")).ranges
+    shared = numbers_of(parse_yaml(text + "devices: {num_targets: 2}\n", "shared.yaml"))
+    assert not shared.ranges
+    assert any("ranges are not drawn" in line for line in shared.assumptions)
+    with pytest.raises(BadInput, match="must hold the number itself"):
+        numbers_of(parse_yaml(text.replace("19.0", "21.0") + "devices: {num_targets: 2}\n", "wrong.yaml"))
