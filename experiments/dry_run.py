@@ -15,6 +15,7 @@ import yaml
 from experiments.config import ExperimentConfig, SearchConfig
 from experiments.measurement import EXECUTE
 from experiments.output import MANIFEST
+from experiments.short_runs import LATENCIES, SHORT_RUNS
 from experiments.strict_yaml import parse_yaml, validate
 from sim.errors import BadInput
 
@@ -62,8 +63,7 @@ def estimate(config: ExperimentConfig, folders: Iterable[Path], command: Command
         if all(getattr(settings, name) == getattr(config, name) for name in SAME) and work.keys() <= durations_s.keys():
             before = work_of(settings, command)
             return Estimate({name: durations_s[name] * work[name] / before[name] for name in work}, folder)
-    latency = "profile: latency of every operation"
-    return Estimate({latency: work[latency]}, None)
+    return Estimate({LATENCIES: work[LATENCIES]}, None)
 
 
 def work_of(config: ExperimentConfig, command: Command) -> dict[str, float]:
@@ -75,9 +75,8 @@ def work_of(config: ExperimentConfig, command: Command) -> dict[str, float]:
     stages = {
         "load the pair": 1.0,
         "profile: agreement of the models": rules.calibration_prompts * steps,
-        "profile: short runs before": profile.trace_prompts * steps,
-        "profile: latency of every operation": profile.latency_budget_s,
-        "profile: short runs after": profile.trace_prompts * steps,
+        LATENCIES: profile.latency_budget_s,
+        SHORT_RUNS: profile.trace_prompts * steps,
     }
     if command is Command.PROFILE:
         return stages
@@ -101,10 +100,9 @@ def _work_of_validation(config: ExperimentConfig) -> dict[str, float]:
     assert validation is not None
     sizes = {str(group.batch_size): 1 / group.batch_size for group in validation.configurations}
     stages = {"load the pair": 1.0, "profile: agreement of the models": float(rules.calibration_prompts * tokens)}
-    for part in ("before", "after"):
-        for size, share in sizes.items():
-            stages[f"profile: short runs {part}, batches of {size}"] = config.profile.trace_prompts * tokens * share
-    stages["profile: latency of every operation"] = config.profile.latency_budget_s
+    stages[LATENCIES] = config.profile.latency_budget_s
+    for size, share in sizes.items():
+        stages[f"{SHORT_RUNS}, batches of {size}"] = config.profile.trace_prompts * tokens * share
     numbers = [_num_combinations(group) / group.batch_size for group in validation.configurations]
     measured = sum(numbers) * tokens * validation.repeats
     stages[EXECUTE] = measured * rules.test_prompts

@@ -33,19 +33,17 @@ from calibration.validation_report import answer as result_in_words
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, ValidationConfig
 from experiments.ledger import AGREEMENT, JSON, LATENCY, NOWHERE, Ledger, piece_name
-from experiments.measurement import EXECUTE, CompanionRuns, Warm, join, measure_interleaved
+from experiments.measurement import EXECUTE, CompanionRuns, Warm, join, measure_interleaved, warm_up
 from experiments.planning import best_engine
 from experiments.run import (
     inputs,
-    measure_short_runs,
     one_of_each_kind,
     run_manifest,
     search_space,
     trace_policies,
-    warm_up,
-    workloads_of_short_runs,
 )
 from experiments.sessions import Sessions
+from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
@@ -162,21 +160,28 @@ def measure_profiles(
     with stages.reported("profile: agreement of the models") as progress:
         measured = partial(bench.measure_agreement, calibration, progress)
         agreement = ledger.once("profile/agreement", AGREEMENT, measured)
-    halves = {size: workloads_of_short_runs(config, replace(calibration, batch_size=size)) for size in batch_sizes}
-    runs: dict[int, list[Trace]] = {size: [] for size in batch_sizes}
-    for size in batch_sizes:
-        name = f"profile: short runs before, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][0], stages, name, ledger)
-    with stages.reported("profile: latency of every operation") as progress:
-        samples = ledger.once("profile/latency", LATENCY, partial(bench.measure_latency, progress))
+    short_runs = {
+        size: ShortRuns(
+            bench,
+            policies,
+            workload_of_short_runs(config, replace(calibration, batch_size=size)),
+            config.seed,
+            ledger.within(f"batch-{size}"),
+        )
+        for size in batch_sizes
+    }
+    with stages.reported(LATENCIES) as progress:
+        measure_latency = partial(bench.measure_latency, in_between(list(short_runs.values()), progress))
+        samples = ledger.once("profile/latency", LATENCY, measure_latency)
         latency = tuple(samples)
-    for size in batch_sizes:
-        name = f"profile: short runs after, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][1], stages, name, ledger)
+        for runs in short_runs.values():
+            runs.up_to(1.0)
+    for size, runs in short_runs.items():
+        stages.split(LATENCIES, f"{SHORT_RUNS}, batches of {size}", runs.seconds)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
     profiles = {}
     for size in batch_sizes:
-        workload, own = replace(calibration, batch_size=size), runs[size]
+        workload, own = replace(calibration, batch_size=size), short_runs[size].traces()
         made = partial(profile_manifest, bench.identity, workload, config.to_dict(), durations_s, latency, len(own))
         manifest = ledger.once(f"profile/manifest-{size}", JSON, made)
         profiles[size] = Profile(agreement, latency, tuple(own), manifest)
@@ -361,7 +366,7 @@ def _warm_up(
     bench: Bench, configurations: Sequence[Configuration], by_size: Mapping[int, Sequence[int]], workload: Workload
 ) -> None:
     for size, numbers in by_size.items():
-        warm_up(bench, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
+        warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
 
 
 def compare_texts(
