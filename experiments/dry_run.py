@@ -100,9 +100,9 @@ def _work_of_validation(config: ExperimentConfig) -> dict[str, float]:
     assert validation is not None
     sizes = {str(group.batch_size): 1 / group.batch_size for group in validation.configurations}
     stages = {"load the pair": 1.0, "profile: agreement of the models": float(rules.calibration_prompts * tokens)}
+    stages[LATENCIES] = config.profile.latency_budget_s
     for size, share in sizes.items():
         stages[f"{SHORT_RUNS}, batches of {size}"] = config.profile.trace_prompts * tokens * share
-    stages[LATENCIES] = config.profile.latency_budget_s
     numbers = [_num_combinations(group) / group.batch_size for group in validation.configurations]
     measured = sum(numbers) * tokens * validation.repeats
     stages[EXECUTE] = measured * rules.test_prompts

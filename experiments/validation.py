@@ -16,7 +16,6 @@ from rich.table import Table
 from calibration.digest import digest
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
-from calibration.slow_moments import usual_runs
 from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
@@ -107,7 +106,7 @@ def run_validation(
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
-        systems_then = at_speed_of_run(systems, companions)
+        systems_then = {size: at_speed_of(systems[size], companions[size].by_policy()) for size in systems}
         predicted = predictions(configurations, test, systems_then, config.seed)
         block = max(settings.batch_sizes)
         of_size = {size: (systems[size], systems_then[size]) for size in systems}
@@ -174,9 +173,9 @@ def measure_profiles(
     with stages.reported(LATENCIES) as progress:
         measure_latency = partial(bench.measure_latency, in_between(list(short_runs.values()), progress))
         samples = ledger.once("profile/latency", LATENCY, measure_latency)
+        latency = tuple(samples)
         for runs in short_runs.values():
             runs.up_to(1.0)
-    latency = tuple(samples)
     for size, runs in short_runs.items():
         stages.split(LATENCIES, f"{SHORT_RUNS}, batches of {size}", runs.seconds)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
@@ -354,7 +353,7 @@ def measure(
                         repeats=1,
                         seed=seed + repeat,
                         on_sequence=advance,
-                        between=partial(_run_companions, companions.get(size), size),
+                        between=companions.get(size, lambda: None),
                         ledger=ledger.within(f"{name}/batch-{size}"),
                         name=f"{repeat}/{index}",
                     )
@@ -368,21 +367,6 @@ def _warm_up(
 ) -> None:
     for size, numbers in by_size.items():
         warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
-
-
-def _run_companions(companions: CompanionRuns | None, times: int) -> None:
-    """As often as there are prompts in a batch: batches are the fewer the larger they are, and reference policies of
-    each size need as many runs for slow moments among them to be told."""
-    for _ in range(times if companions else 0):
-        assert companions is not None
-        companions()
-
-
-def at_speed_of_run(systems: Mapping[int, System], companions: Mapping[int, CompanionRuns]) -> dict[int, System]:
-    """By batch size. What slow moments cost is shared by the reference policies of all batch sizes."""
-    traces = {size: companions[size].by_policy() for size in systems}
-    runs = iter(usual_runs([trace for own in traces.values() for trace in own]))
-    return {size: at_speed_of(systems[size], [next(runs) for _ in own]) for size, own in traces.items()}
 
 
 def compare_texts(

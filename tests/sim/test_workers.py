@@ -72,3 +72,11 @@ def test_a_record_is_sent_without_what_was_computed_along_the_way():
     search(SearchSpace((1, 2), (4,)), workload_of(record), system_of(record))
     assert len(pickle.dumps(record)) == size
     assert pickle.loads(pickle.dumps(record)).lengths.tolist() == record.lengths.tolist()
+
+
+@pytest.mark.parametrize("worthwhile_s", [AT_ONCE, 1e9])
+def test_it_is_told_how_far_it_is(worthwhile_s: float) -> None:
+    told: list[tuple[int, int]] = []
+    workers = Workers(2, worthwhile_s=worthwhile_s, on_done=lambda done, total: told.append((done, total)))
+    assert workers.map(abs, [-1, -2, -3]) == [1, 2, 3]
+    assert told == [(1, 3), (2, 3), (3, 3)]
