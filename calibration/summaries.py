@@ -21,6 +21,8 @@ from sim.workload import Workload
 
 FloatArray = NDArray[np.float64]
 FAN_OUTS = (1, 2, 4, 8, 16)  # at which hit curves are fitted, as far as the record has candidates
+LARGEST_EXPONENT = 10.0  # one that is larger says only that a second candidate is all that is needed
+MOST_NEWTON_STEPS, NEWTON_TOLERANCE = 60, 1e-9
 FEWEST_LOOKUPS = 1.0  # expected over all prompts, below which a curve says nothing
 
 
@@ -183,7 +185,7 @@ def _ratio(part: FloatArray, whole: FloatArray) -> Estimate:
 
 
 def _curve(visits: _Visits, source: Source, law: RoundLaw, k: int) -> CurveSummary | None:
-    """The best line through log miss(F) over log F; None where there are no look-ups."""
+    """The power law that the misses are likeliest under; None where there are no look-ups."""
     fan_outs = np.array([fan_out for fan_out in FAN_OUTS if fan_out <= visits.most_candidates])
     arrive = visits.starts[source].T * law.ended[k]
     lookups = (arrive * law.goes_on(k)).sum(1)
@@ -194,15 +196,9 @@ def _curve(visits: _Visits, source: Source, law: RoundLaw, k: int) -> CurveSumma
         (visits.starts[source].T * law.ended[i] * law.goes_on(i)).sum() for i in range(law.drafting.num_drafted + 1)
     )
     log_fan_outs = np.log(fan_outs)
-    centred = log_fan_outs - log_fan_outs.mean()
 
     def fitted(weights: FloatArray) -> FloatArray:
-        """(draws, num_prompts) -> (2, draws) prefactors and exponents; no misses at all count as half of one."""
-        of_draw = weights @ lookups
-        rates = np.maximum(weights @ misses, 0.5) / np.maximum(of_draw, 1.0)[:, None]
-        logs = np.log(np.minimum(rates, 1.0))
-        exponent = np.maximum(0.0, -(logs * centred).sum(1) / (centred**2).sum())
-        return np.stack([np.exp(np.minimum(0.0, logs.mean(1) + exponent * log_fan_outs.mean())), exponent])
+        return power_law(weights @ misses, weights @ lookups, log_fan_outs)
 
     def estimate(place: int) -> Estimate:
         value = float(fitted(np.ones((1, num)))[place, 0])
@@ -212,3 +208,34 @@ def _curve(visits: _Visits, source: Source, law: RoundLaw, k: int) -> CurveSumma
     prefactor, exponent = estimate(0), estimate(1)
     deviation = np.abs(misses.sum(0) / lookups.sum() - prefactor.value * fan_outs**-exponent.value).max()
     return CurveSummary(source, k, float(lookups.sum() / everything), prefactor, exponent, float(deviation))
+
+
+def power_law(misses: FloatArray, lookups: FloatArray, log_fan_outs: FloatArray) -> FloatArray:
+    """(2, draws): prefactors c <= 1 and exponents r >= 0 that make (draws, fan-outs) `misses` likeliest, if they were
+    Poisson counts of mean c F^-r times the (draws,) `lookups`.
+
+    A line through the logarithms would take the few misses at wide fan-outs for as sure as the many at narrow ones.
+    """
+    log_c, r = np.full(len(lookups), -0.5), np.full(len(lookups), 0.5)
+    for _ in range(MOST_NEWTON_STEPS):
+        expected = np.maximum(lookups, 1.0)[:, None] * np.exp(log_c[:, None] - r[:, None] * log_fan_outs)
+        excess = misses - expected
+        slope_c, slope_r = excess.sum(1), -(excess * log_fan_outs).sum(1)
+        of_c, both, of_r = (
+            (expected * log_fan_outs**power).sum(1) * sign for power, sign in ((0, 1.0), (1, -1.0), (2, 1.0))
+        )
+        determinant = np.maximum(of_c * of_r - both**2, 1e-12)
+        step_c, step_r = (
+            (of_r * slope_c - both * slope_r) / determinant,
+            (of_c * slope_r - both * slope_c) / determinant,
+        )
+        # Where one of them comes to its bound, the other is the best with it.
+        is_c_bound, is_r_bound = log_c + step_c >= 0, r + step_r <= 0
+        step_c = np.clip(np.where(is_r_bound, slope_c / np.maximum(of_c, 1e-12), step_c), -1.0, 1.0)
+        step_r = np.clip(np.where(is_c_bound, slope_r / np.maximum(of_r, 1e-12), step_r), -1.0, 1.0)
+        new_c, new_r = np.minimum(0.0, log_c + step_c), np.clip(r + step_r, 0.0, LARGEST_EXPONENT)
+        moved = max(np.abs(new_c - log_c).max(), np.abs(new_r - r).max())
+        log_c, r = new_c, new_r
+        if moved < NEWTON_TOLERANCE:
+            break
+    return np.stack([np.exp(log_c), r])

@@ -172,22 +172,19 @@ def fit(
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a profile into the simulator's system: one JSON file, and the agreement record beside it. Shows how well its
-    parameters are known, and writes that beside it too (.fit.json)."""
+    parameters are known, and writes that beside it as well (`<stem>.fit.json`)."""
     from calibration.fit import fit as fit_system
-    from calibration.fit_report import report_fit
     from calibration.profile import Profile
-    from experiments.fitted import print_fit, shown_summary
+    from experiments.fitted import look_at, print_fit
     from experiments.output import output_files
 
     profile = Profile.read(profile_folder)
     system = fit_system(profile)
+    fitted = look_at(profile, system)
     with output_files(out, overwrite=overwrite) as file:
         system.write(file)
-        report = report_fit(profile, system)
-        agreement = shown_summary(system, profile)
-        content = report.to_dict() | {"agreement": agreement.to_dict()}
-        file.with_suffix(".fit.json").write_text(json.dumps(content, indent=1))
-    print_fit(report, agreement, _console(as_json=False))
+        file.with_suffix(".fit.json").write_text(json.dumps(fitted.to_dict(), indent=1))
+    print_fit(fitted, _console(as_json=False))
     print(f"wrote {out}")
 
 

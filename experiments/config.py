@@ -65,7 +65,7 @@ class WorkloadConfig(Section):
 
 class ProfileConfig(Section):
     """What is measured before choosing. Latency is measured at every width and context. Short runs decode
-    `trace_prompts` prompts, in whole batches, one at least before the latencies and one after them."""
+    `trace_prompts` prompts, in whole batches, two at least, spread over the time in which latencies are measured."""
 
     latency_budget_s: Annotated[float, Field(gt=0)]
     max_speculation_length: Count

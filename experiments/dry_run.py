@@ -12,6 +12,7 @@ import yaml
 
 from experiments.config import ExperimentConfig
 from experiments.output import MANIFEST
+from experiments.short_runs import LATENCIES, SHORT_RUNS
 from experiments.strict_yaml import parse_yaml, validate
 from sim.errors import BadInput
 
@@ -50,8 +51,7 @@ def estimate(config: ExperimentConfig, folders: Iterable[Path], *, only_profile:
         if all(getattr(settings, name) == getattr(config, name) for name in SAME) and work.keys() <= durations_s.keys():
             before = work_of(settings, only_profile=only_profile)
             return Estimate({name: durations_s[name] * work[name] / before[name] for name in work}, folder)
-    latency = "profile: latency of every operation"
-    return Estimate({latency: work[latency]}, None)
+    return Estimate({LATENCIES: work[LATENCIES]}, None)
 
 
 def work_of(config: ExperimentConfig, *, only_profile: bool) -> dict[str, float]:
@@ -61,9 +61,8 @@ def work_of(config: ExperimentConfig, *, only_profile: bool) -> dict[str, float]
     stages = {
         "load the pair": 1.0,
         "profile: agreement of the models": rules.calibration_prompts * steps,
-        "profile: short runs before": profile.trace_prompts * steps,
-        "profile: latency of every operation": profile.latency_budget_s,
-        "profile: short runs after": profile.trace_prompts * steps,
+        LATENCIES: profile.latency_budget_s,
+        SHORT_RUNS: profile.trace_prompts * steps,
     }
     if only_profile:
         return stages

@@ -65,6 +65,13 @@ class Warm:
         return self._execute(policy, workload, seed)
 
 
+def warm_up(execute: Execute, policies: Sequence[Policy], workload: Workload) -> None:
+    """Run every policy once, so that no first call of anything is measured."""
+    first = batches(workload)[0]
+    for policy in policies:
+        execute(policy, first, 0)
+
+
 def batches(workload: Workload) -> list[Workload]:
     """The workload batch by batch; the last may have fewer prompts."""
     numbers = range(len(workload.prompts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 from calibration.breakdown import figures_of_merit
 from calibration.digest import digest, digest_of_inputs
+from calibration.doubts import doubts_about
 from calibration.fit import at_speed_of, fit
 from calibration.hit_rates import hit_curves
 from calibration.profile import (
@@ -32,6 +32,7 @@ from calibration.report import (
     report,
 )
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
+from calibration.slow_moments import usual_runs
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
@@ -45,10 +46,12 @@ from experiments.measurement import (
     draft_failure,
     measure_interleaved,
     turns,
+    warm_up,
 )
 from experiments.planning import best_engine
 from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
+from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
 from sim.errors import RunFailed
 from sim.metrics import Estimate, overlap, speedup
@@ -106,7 +109,7 @@ def run_experiment(
     sound = sound_repeats(measured)
     with stages.stage("compare"):
         # The same profile at the speed that the machine had during the run.
-        system_then = at_speed_of(system, companions.by_policy())
+        system_then = at_speed_of(system, usual_runs(companions.by_policy()))
         predictions = predict_all(list(policies.values()), test, system_then, engine=engine, seed=config.seed)
         comparisons = [
             compare(found.best(kind), prediction, traces)
@@ -121,7 +124,7 @@ def run_experiment(
         details["hit_curves"] = hit_curves(profile.agreement, recorded_workload(profile.agreement), best_ssd, sound[-1])
         details["side_by_side"] = None if company is None else company.to_dict()
         remarks = notes(config, bench.identity, overlap(sound[-1]), company)
-        details["notes"] = [*failure_notes(measured), *sessions.notes(), *remarks]
+        details["notes"] = [*doubts_about(profile.agreement), *failure_notes(measured), *sessions.notes(), *remarks]
     stages.console.print(agreement_of_engines(details["engines"]), highlight=False)
     manifest = run_manifest(config, bench.identity, test, profile, stages) | {"sessions": sessions.to_dict()}
     profile.write(folder / "profile")
@@ -162,12 +165,13 @@ def measure_profile(config: ExperimentConfig, bench: Bench, stages: Stages, ledg
     with stages.reported("profile: agreement of the models") as progress:
         measure = partial(bench.measure_agreement, calibration, progress)
         agreement = ledger.once("profile/agreement", AGREEMENT, measure)
-    # Short runs before and after the latencies, so that they see the drift that these see.
-    early, late = workloads_of_short_runs(config, calibration)
-    runs = measure_short_runs(config, bench, policies, early, stages, "profile: short runs before", ledger)
-    with stages.reported("profile: latency of every operation") as progress:
-        latency = ledger.once("profile/latency", LATENCY, partial(bench.measure_latency, progress))
-    runs += measure_short_runs(config, bench, policies, late, stages, "profile: short runs after", ledger)
+    short_runs = ShortRuns(bench, policies, workload_of_short_runs(config, calibration), config.seed, ledger)
+    with stages.reported(LATENCIES) as progress:
+        measure_latency = partial(bench.measure_latency, in_between([short_runs], progress))
+        latency = ledger.once("profile/latency", LATENCY, measure_latency)
+        short_runs.up_to(1.0)
+    stages.split(LATENCIES, SHORT_RUNS, short_runs.seconds)
+    runs = short_runs.traces()
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
     settings = config.to_dict()
     manifest = ledger.once(
@@ -183,32 +187,6 @@ def profile_into(folder: Path, config: ExperimentConfig, bench: Bench, stages: S
     calibration = bench.workload("calibration", config.workload.calibration_prompts)
     ledger.same("inputs", inputs(config, bench, calibration))
     measure_profile(config, bench, stages, ledger).write(folder)
-
-
-def workloads_of_short_runs(config: ExperimentConfig, calibration: Workload) -> tuple[Workload, Workload]:
-    """Whole batches of the first calibration prompts, and as many or one more of the next."""
-    size = calibration.batch_size
-    num_batches = max(2, math.ceil(config.profile.trace_prompts / size))
-    middle, end = num_batches // 2 * size, num_batches * size
-    return calibration.select(range(middle)), calibration.select(range(middle, end))
-
-
-def measure_short_runs(
-    config: ExperimentConfig,
-    bench: Bench,
-    policies: Sequence[Policy],
-    few: Workload,
-    stages: Stages,
-    name: str,
-    ledger: Ledger = NOWHERE,
-) -> list[Trace]:
-    """One interleaved run of every policy over a few prompts."""
-    with stages.counted(name, len(policies) * len(few.prompts)) as advance:
-        execute = Warm(bench.execute, partial(warm_up, bench, policies, few))
-        runs = measure_interleaved(
-            execute, policies, few, repeats=1, seed=config.seed, on_sequence=advance, ledger=ledger, name=name
-        )
-    return [trace for repeats in runs for trace in repeats]
 
 
 def trace_policies(config: ExperimentConfig, taken: Collection[int] = ()) -> list[Policy]:
@@ -252,13 +230,6 @@ def search_space(config: SearchConfig) -> SearchSpace:
     )
 
 
-def warm_up(bench: Bench, policies: Sequence[Policy], workload: Workload) -> None:
-    """Run every policy once, so that no first call of anything is measured."""
-    first = batches(workload)[0]
-    for policy in policies:
-        bench.execute(policy, first, 0)
-
-
 def companion_runs(
     config: ExperimentConfig, bench: Bench, measured: Iterable[Policy], ledger: Ledger = NOWHERE
 ) -> CompanionRuns:
@@ -285,7 +256,7 @@ def measure_policies(
     total = len(policies) * len(test.prompts) * config.run.repeats
     with stages.counted("execute AR, SD and SSD", total) as advance:
         return measure_interleaved(
-            Warm(_execute(config, bench), partial(warm_up, bench, policies, test)),
+            Warm(_execute(config, bench), partial(warm_up, _execute(config, bench), policies, test)),
             policies,
             test,
             repeats=config.run.repeats,

@@ -35,6 +35,11 @@ class Stages:
         before = f", {self._spared_s:.1f} s of it before" if self._spared_s else ""
         self.console.print(f"{name:<44} {self.durations_s[name]:7.1f} s{before}", highlight=False)
 
+    def split(self, name: str, part: str, seconds: float) -> None:
+        """So many seconds of a stage that has ended were for something else."""
+        self.durations_s[name] -= seconds
+        self.durations_s[part] = seconds
+
     def spare(self, seconds: float) -> None:
         """A part of the present stage was done by an earlier session, in so many seconds."""
         self._spared_s += seconds

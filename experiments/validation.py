@@ -14,6 +14,7 @@ from rich.table import Table
 
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
+from calibration.slow_moments import usual_runs
 from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
@@ -21,17 +22,15 @@ from calibration.validation_report import answer as result_in_words
 from calibration.validation_report import in_a_sentence, table_of_rows, validation_report
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, ValidationConfig
-from experiments.measurement import CompanionRuns, join, measure_interleaved
+from experiments.measurement import CompanionRuns, join, measure_interleaved, warm_up
 from experiments.planning import best_engine
 from experiments.run import (
-    measure_short_runs,
     one_of_each_kind,
     run_manifest,
     search_space,
     trace_policies,
-    warm_up,
-    workloads_of_short_runs,
 )
+from experiments.short_runs import LATENCIES, SHORT_RUNS, ShortRuns, in_between, workload_of_short_runs
 from experiments.stages import Stages
 from sim.agreement import AgreementRecord
 from sim.errors import BadInput
@@ -89,7 +88,7 @@ def run_validation(
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
-        systems_then = {size: at_speed_of(systems[size], companions[size].by_policy()) for size in systems}
+        systems_then = at_speed_of_run(systems, companions)
         predicted = predictions(configurations, test, systems_then, config.seed)
         block = max(settings.batch_sizes)
         of_size = {size: (systems[size], systems_then[size]) for size in systems}
@@ -138,20 +137,22 @@ def measure_profiles(
     before = dict(stages.durations_s)
     with stages.reported("profile: agreement of the models") as progress:
         agreement = bench.measure_agreement(calibration, progress)
-    halves = {size: workloads_of_short_runs(config, replace(calibration, batch_size=size)) for size in batch_sizes}
-    runs: dict[int, list[Trace]] = {size: [] for size in batch_sizes}
-    for size in batch_sizes:
-        name = f"profile: short runs before, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][0], stages, name)
-    with stages.reported("profile: latency of every operation") as progress:
-        latency = tuple(bench.measure_latency(progress))
-    for size in batch_sizes:
-        name = f"profile: short runs after, batches of {size}"
-        runs[size] += measure_short_runs(config, bench, policies, halves[size][1], stages, name)
+    short_runs = {
+        size: ShortRuns(
+            bench, policies, workload_of_short_runs(config, replace(calibration, batch_size=size)), config.seed
+        )
+        for size in batch_sizes
+    }
+    with stages.reported(LATENCIES) as progress:
+        latency = tuple(bench.measure_latency(in_between(list(short_runs.values()), progress)))
+        for runs in short_runs.values():
+            runs.up_to(1.0)
+    for size, runs in short_runs.items():
+        stages.split(LATENCIES, f"{SHORT_RUNS}, batches of {size}", runs.seconds)
     durations_s = {name: s for name, s in stages.durations_s.items() if name not in before}
     profiles = {}
     for size in batch_sizes:
-        workload, own = replace(calibration, batch_size=size), runs[size]
+        workload, own = replace(calibration, batch_size=size), short_runs[size].traces()
         manifest = profile_manifest(bench.identity, workload, config.to_dict(), durations_s, latency, len(own))
         profiles[size] = Profile(agreement, latency, tuple(own), manifest)
     return profiles
@@ -302,7 +303,7 @@ def measure(
         by_size.setdefault(c.batch_size, []).append(number)
     with stages.counted(name, len(configurations) * len(workload.prompts) * repeats) as advance:
         for size, numbers in by_size.items():
-            warm_up(bench, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
+            warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
         for repeat in range(repeats):
             for index, of_block in enumerate(blocks):
                 for size, numbers in by_size.items():
@@ -315,11 +316,26 @@ def measure(
                         repeats=1,
                         seed=seed + repeat,
                         on_sequence=advance,
-                        between=companions.get(size, lambda: None),
+                        between=partial(_run_companions, companions.get(size), size),
                     )
                     for n, (trace,) in zip(rotated, measured, strict=True):
                         pieces[n][repeat].append(trace)
     return [[join(parts) for parts in of_repeat] for of_repeat in pieces]
+
+
+def _run_companions(companions: CompanionRuns | None, times: int) -> None:
+    """As often as there are prompts in a batch: batches are the fewer the larger they are, and reference policies of
+    each size need as many runs for slow moments among them to be told."""
+    for _ in range(times if companions else 0):
+        assert companions is not None
+        companions()
+
+
+def at_speed_of_run(systems: Mapping[int, System], companions: Mapping[int, CompanionRuns]) -> dict[int, System]:
+    """By batch size. What slow moments cost is shared by the reference policies of all batch sizes."""
+    traces = {size: companions[size].by_policy() for size in systems}
+    runs = iter(usual_runs([trace for own in traces.values() for trace in own]))
+    return {size: at_speed_of(systems[size], [next(runs) for _ in own]) for size, own in traces.items()}
 
 
 def compare_texts(

@@ -22,7 +22,7 @@ from sim.expectation import Expectation
 from sim.mean_times import DRAFT_STEP, VERIFY, Build, Outcomes, Refinement, build_delays_s, draft_s
 from sim.policy import Drafting, Fallback, LateBuild, Policy, SpeculativeSpeculative
 from sim.replay import SOURCES, Replay
-from sim.system import HostTerm, System, host_term
+from sim.system import System, host_term
 from sim.trace import Source
 from sim.workload import Workload
 
@@ -227,7 +227,7 @@ class _PreparedRounds(_Batch):
 
     def _waiting_s(self, found: int) -> float:
         """Host time and draft steps between the outcomes and the next verification, if `found` look-ups hit."""
-        host_s = self.system.host_s[HostTerm.HIT if found == self.size else HostTerm.MISS]
+        host_s = self.system.host_s[host_term(self.policy, Source.HIT if found == self.size else Source.MISS)]
         if found == self.size or not self.policy.waits_for_draft(Source.MISS):
             return host_s
         return host_s + self._drafting_s[self.size if self.policy.fallback is Fallback.DRAFT else self.size - found]

@@ -151,7 +151,8 @@ class Beliefs:
         rows, K, missed = self.num_rows, policy.speculation_length, policy.num_drafted_after_miss
         share = _long_run_share(self.hit_rate(policy, Source.HIT), self.hit_rate(policy, Source.MISS))
         all_hit = share**rows
-        seconds = all_hit * self.host_s[HostTerm.HIT] + (1 - all_hit) * self.host_s[HostTerm.MISS]
+        hit_s, miss_s = (self.host_s[host_term(policy, source)] for source in (Source.HIT, Source.MISS))
+        seconds = all_hit * hit_s + (1 - all_hit) * miss_s
         if policy.waits_for_draft(Source.MISS) and all_hit < 1:
             num_missing = rows * (1 - share) / (1 - all_hit)
             seconds += (1 - all_hit) * K * self.times.draft_step.at(num_missing)

@@ -20,7 +20,12 @@ SOURCES = (Source.HIT, Source.MISS)  # sources of SSD rounds that differ; a firs
 
 def check_workload(agreement: Agreement, workload: Workload) -> None:
     """Raises `BadInput` unless the agreement speaks about the workload: same sampling settings, same stop tokens and
-    strings, and at least as long."""
+    strings, and at least as long.
+
+    A record is not carried over to another temperature. Its candidates could be reweighted, but not the tail beyond
+    them, of which only the sum is known; and its texts were drawn at its own temperature, so that every position would
+    count by a weight that multiplies over the text.
+    """
     if workload.temperature != agreement.temperature:
         rule = f"must equal the temperature of the agreement record, {agreement.temperature}"
         raise BadInput("workload.temperature", rule, workload.temperature)

@@ -48,12 +48,14 @@ class HostTerm(StrEnum):
     SPECULATIVE = "sd"
     HIT = "hit"  # SSD: from the later of outcome and build to the start of the verification of a prepared speculation
     MISS = "miss"  # SSD: the same after a miss, the fallback's draft steps left out; also before the first round
+    UNDRAFTED_MISS = "undrafted_miss"  # SSD: the same where the fallback is not the draft model
 
 
 def host_term(policy: Policy, source: Source) -> HostTerm:
     """The host time of a round whose speculation came from `source`."""
     if isinstance(policy, SpeculativeSpeculative):
-        return HostTerm.HIT if source is Source.HIT else HostTerm.MISS
+        missed = HostTerm.MISS if policy.waits_for_draft(Source.MISS) else HostTerm.UNDRAFTED_MISS
+        return HostTerm.HIT if source is Source.HIT else missed
     return HostTerm.SPECULATIVE if policy.speculation_length else HostTerm.AUTOREGRESSIVE
 
 
@@ -216,10 +218,13 @@ class System:
     @classmethod
     def _from_dict(cls, data: dict[str, Any], agreement: Agreement) -> System:
         seen = require_mapping(_IN_SITU, data[_IN_SITU], SCHEMA_KINDS)
+        host_s = require_mapping("host_s", data["host_s"])
+        if HostTerm.MISS in host_s:  # files of an earlier release know one time for all misses
+            host_s = {HostTerm.UNDRAFTED_MISS: host_s[HostTerm.MISS], **host_s}
         return cls(
             latency=LatencyModel.from_dict(data["latency"]),
             contention=data["contention"],
-            host_s=data["host_s"],
+            host_s=host_s,
             agreement=agreement,
             identity=data["identity"],
             overlaps=data["overlaps"],

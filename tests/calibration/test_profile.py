@@ -1,5 +1,6 @@
 """A profile survives storage, impossible values are named by file, row and column, and strangers are refused."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -14,6 +15,7 @@ from calibration.profile import (
     Profile,
     check_identity,
     check_workload,
+    flattened,
     profile_manifest,
     prompt_hashes,
     read_samples,
@@ -28,11 +30,20 @@ from tests.sim.toy import markov, record_of, system_of, workload_of
 
 IDENTITY = {
     "pair": "toy",
-    "concurrency": "processes",
-    "device": "cpu",
+    "sha256": {"target": "t", "draft": "d", "tokenizer": "k"},
+    "cpu_model": "EPYC",
+    "num_cores": 2,
     "dtype": "float32",
+    "attention": "sdpa",
+    "concurrency": "processes",
+    "overlap": "two processes",
+    "device": "cpu",
     "threads": {"target": 1, "draft": 1},
+    "pinned_cores": {"target": 0, "draft": 1},
+    "python": "3.11.7",
     "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "numpy": "2.4.6",
 }
 SAMPLE = LatencySample(Lane.TARGET, Operation.VERIFY, 4, 128, False, 0, 0.01)
 WORKLOAD = Workload("toy", ((1, 2), (3, 4)), max_new_tokens=8, temperature=1.0, stop_ids=(0,))
@@ -140,20 +151,27 @@ def test_same_identity_passes_through_storage() -> None:
     check_identity(json.loads(json.dumps(IDENTITY | {"cores": [0, 1]})), IDENTITY | {"cores": (0, 1)})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pair": "other"}, "pair was 'toy' and is 'other'"),
-        ({"device": "cuda"}, "device was 'cpu' and is 'cuda'"),
-        ({"dtype": "float64"}, "dtype was 'float32' and is 'float64'"),
-        ({"threads": {"target": 2, "draft": 1}}, r"threads\.target was 1 and is 2"),
-        ({"torch": "2.9.0"}, "torch was '2.13.0' and is '2.9.0'"),
-        ({"kernel": "sdpa"}, "kernel was None and is 'sdpa'"),
-    ],
-)
-def test_every_differing_field_is_named(change: dict, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        check_identity(IDENTITY, IDENTITY | change)
+@pytest.mark.parametrize("name", flattened(IDENTITY))
+def test_every_differing_field_is_named(name: str) -> None:
+    """Device, model revisions, precision, threads, versions: each by itself, and none beside it."""
+    was = flattened(IDENTITY)[name]
+    *groups, leaf = name.split(".")
+    other = copy.deepcopy(IDENTITY)
+    place = other
+    for group in groups:
+        place = place[group]
+    place[leaf] = "other"
+    with pytest.raises(BadInput) as refusal:
+        check_identity(IDENTITY, other)
+    assert str(refusal.value).endswith(f"versions; {name} was {was!r} and is 'other'")
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_a_field_that_only_one_of_them_has_is_named(name: str) -> None:
+    without = {key: value for key, value in IDENTITY.items() if key != name}
+    for profile, run in ((IDENTITY, without), (without, IDENTITY)):
+        with pytest.raises(BadInput, match=rf"{name}.* (was|is) None"):
+            check_identity(profile, run)
 
 
 def test_all_differences_are_in_one_message() -> None:

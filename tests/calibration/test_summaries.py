@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from calibration.summaries import _Visits, parametric, summarize_agreement
+from calibration.summaries import _Visits, parametric, power_law, summarize_agreement
 from sim.agreement import AgreementRecord
 from sim.policy import Autoregressive, Fallback, Speculative, SpeculativeSpeculative
 from sim.simulate import predict
@@ -45,6 +48,33 @@ def test_the_law_that_made_a_record_is_found() -> None:
         found = (summary.acceptance[0], curve.prefactor, curve.exponent)
         inside += [estimate.low <= truth <= estimate.high for truth, estimate in zip(truths, found, strict=True)]
     assert (inside >= 15).all(), inside
+
+
+@settings(max_examples=60)
+@given(
+    st.floats(0.05, 1.0),
+    st.floats(0.0, 4.0),
+    st.lists(st.floats(-0.2, 0.2), min_size=5, max_size=5),
+)
+def test_the_power_law_is_the_likeliest(prefactor: float, exponent: float, noise: list[float]) -> None:
+    """Misses that follow one give it back; of others no neighbour is likelier."""
+    log_fan_outs, lookups = np.log([1, 2, 4, 8, 16]), np.array([1000.0])
+    exact = lookups[:, None] * prefactor * np.exp(-exponent * log_fan_outs)
+    assert power_law(exact, lookups, log_fan_outs)[:, 0] == pytest.approx([prefactor, exponent], abs=1e-5)
+    misses = np.minimum(lookups, exact[0] * np.exp(noise))
+    best = power_law(misses[None], lookups, log_fan_outs)[:, 0]
+
+    def log_likelihood(c: float, r: float) -> float:
+        expected = lookups * c * np.exp(-r * log_fan_outs)
+        return float((misses * np.log(expected) - expected).sum())
+
+    for c, r in product((0.99, 1.0, 1.01), (-0.02, 0.0, 0.02)):
+        if best[0] * c <= 1 and best[1] + r >= 0:
+            assert log_likelihood(best[0] * c, best[1] + r) <= log_likelihood(*best) + 1e-6
+
+
+def test_without_misses_the_law_has_none() -> None:
+    assert power_law(np.zeros((1, 5)), np.array([50.0]), np.log([1, 2, 4, 8, 16]))[0, 0] < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def test_identity_tells_what_was_read_back(two_processes, tiny_serial, tiny_pair
     assert identity["sha256"] == tiny_pair.hashes
     assert (identity["dtype"], identity["concurrency"]) == ("float64", "processes")
     assert tiny_serial.identity()["overlap"] == "none"
+    told = {"cpu_model", "num_cores", "device", "dtype", "attention", "python", "torch", "transformers", "numpy"}
+    assert told <= identity.keys() & tiny_serial.identity().keys()
 
 
 @needs_two_cores

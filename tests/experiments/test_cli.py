@@ -203,7 +203,13 @@ def test_profile_fit_simulate_search(
     assert saguaro("profile", experiment, "--out", "measured")[0] == 0
     assert saguaro("fit", "measured", "--out", "system.json")[0] == 0
     assert_refused(saguaro("fit", "measured", "--out", "system.json"), "system.json: already exists")
-    assert saguaro("fit", "measured", "--out", "system.json", "--overwrite")[0] == 0
+    code, out, _ = saguaro("fit", "measured", "--out", "system.json", "--overwrite")
+    assert code == 0
+    fitted = json.loads((tmp_path / "system.fit.json").read_text())
+    assert {"drift", "locations_s", "contention", "host_s", "in_situ", "design_effect"} <= fitted.keys()
+    for shown in ("host time of a round (hit)", "its numbers alone", "time of decoding with every policy instead"):
+        assert shown in out
+    assert fitted["sweep"]["seconds"] > 0
     rates = {}
     for engine in Engine:
         policy = '{"kind": "sd", "speculation_length": 3}'
@@ -223,6 +229,11 @@ def test_profile_fit_simulate_search(
     assert found["recommended"]["name"] in found["ties"] and found["front"][0]["name"] == found["recommended"]["name"]
     code, out, _ = saguaro("search", "system.json", "--config", experiment)
     assert code == 0 and "SD K=2" in out and "SD K=4" in out and "AR" in out
+    wide = ("simulate", "system.json", "--policy", '{"kind": "sd", "speculation_length": 12}')
+    refusal = "error: latency of verify: number of tokens must be in the profiled range 1..9, got"
+    assert_refused_after_output(saguaro(*wide), refusal)
+    code, out, err = saguaro(*wide, "--beyond", "extrapolate")
+    assert code == 0 and "SD K=12" in out and "SD K=12: extrapolated beyond the profile (latency of verify" in err
 
 
 def test_search_from_numbers_says_what_it_assumed(saguaro: Saguaro) -> None:
@@ -230,6 +241,7 @@ def test_search_from_numbers_says_what_it_assumed(saguaro: Saguaro) -> None:
     code, out, err = saguaro("search", example, "--draws", "0")
     assert code == 0 and "SSD K=3" in out and "assumed: no hit curve given" in err
     assert_refused(saguaro("search", example, "--config", QUICKSTART), "--config: goes with a system.json")
+    assert_refused(saguaro("search", example, "--beyond", "extrapolate"), "--beyond: goes with a system.json")
 
 
 def test_search_from_numbers_says_how_far_the_answer_moves(saguaro: Saguaro, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from experiments.measurement import COMPANIONS, MEASURED
 from experiments.output import KEPT, LEDGER, is_finished, output_folder, resumable_folder
 from experiments.run import measure_profile, run_experiment
 from experiments.sessions import Sessions
+from experiments.short_runs import PIECES
 from experiments.stages import Stages
 from sim.errors import BadInput, Interrupted
 from sim.policy import Policy, Speculative
@@ -205,7 +206,7 @@ def test_every_piece_of_a_run_is_a_value_of_its_own(
     kinds = Counter(name.split("/")[0] for name in uninterrupted[1])
     assert kinds[MEASURED] == 3 * config.run.repeats * config.workload.test_prompts
     assert kinds[COMPANIONS] == config.run.repeats * config.workload.test_prompts
-    assert {"profile: short runs before", "profile: short runs after"} <= kinds.keys()
+    assert kinds[PIECES] == 4 * config.profile.trace_prompts
 
 
 @pytest.mark.parametrize("in_the_middle", [False, True], ids=["between pieces", "within pieces"])

@@ -131,6 +131,11 @@ def test_report_says_what_was_not_overlapped(config: ExperimentConfig, tmp_path:
     assert "nothing overlapped" in (tmp_path / "report.md").read_text().split("##")[0]
 
 
+def test_report_says_first_what_to_doubt_of_the_acceptance(finished: tuple[Path, dict]) -> None:
+    """The fake texts have no end."""
+    assert "texts were decoded past their end" in (finished[0] / "report.md").read_text().split("##")[0]
+
+
 def test_roles_that_hardly_overlap_are_said_first(config: ExperimentConfig) -> None:
     identity = {"concurrency": "streams"}
     (remark,) = (r for r in notes(config, identity, Estimate(0.03, 0.02, 0.04, 4), None) if "overlap" in r)

@@ -207,7 +207,10 @@ def test_perfetto_counters_count_every_round_once():
         ({"latency": {"target.verify": {}}}, "latency.target.verify: .*knots_num_tokens_context_s: this key is"),
         ({"latency": {"moon.verify": {}}}, r"latency.moon.verify: must be a lane \(target, draft\)"),
         ({"host_s": {"ar": "fast"}}, "host_s.sd: this key is missing"),
-        ({"host_s": {"ar": 0, "sd": 0, "hit": -0.1, "miss": 0}}, "host_s.hit: must be a finite number >= 0"),
+        (
+            {"host_s": {"ar": 0, "sd": 0, "hit": -0.1, "miss": 0, "undrafted_miss": 0}},
+            "host_s.hit: must be a finite number >= 0",
+        ),
         ({"agreement": {}}, "agreement.file: this key is missing"),
     ],
 )
