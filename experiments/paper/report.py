@@ -115,8 +115,8 @@ def summary_table(sections: Sequence[Section]) -> Table:
 
 def _summary(residuals: Sequence[Residual]) -> tuple[float, float, float]:
     off: list[float] = [100 * (entry.difference if entry.unit == "rate" else entry.relative) for entry in residuals]
-    absolute = sum(map(abs, off)) / len(off)
-    return round(absolute, 2), round(sum(off) / len(off), 2), round(max(off, key=lambda value: abs(value)), 2)
+    worst: float = max(off, key=abs)
+    return round(sum(map(abs, off)) / len(off), 2), round(sum(off) / len(off), 2), round(worst, 2)
 
 
 def residual_table(sections: Sequence[Section]) -> Table:

@@ -31,9 +31,9 @@ def sections() -> list[Section]:
     published = reduced()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoders, "LENGTHS_LEFT_OUT", (6, 7))
-        patch.setattr(decoders, "FAN_OUTS_LEFT_OUT", (4, 5))
+        patch.setattr(decoders, "FAN_OUTS_LEFT_OUT", (5,))
         patch.setattr(draft_devices, "FAN_OUTS_OF_ONE", (2,))
-        studies = {pair: study(published, pair, (6, 7), (1, 4, 5)) for pair in PAIRS}
+        studies = {pair: study(published, pair, (6, 7), (1, 5)) for pair in PAIRS}
         builders = report.builders(published, studies)
         return [builders[name]() for name in FIGURES]
 
