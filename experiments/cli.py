@@ -872,11 +872,15 @@ def check_faults(
 def paper(
     out: Annotated[Path, typer.Option("--out", help="Folder.")] = Path("out/paper"),
     overwrite: Overwrite = False,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Processes; the cores unless given.")
+    ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """The published figures of SSD (arXiv 2603.03251) beside ours: fits, predictions, residuals, contradictions."""
     from experiments.paper.report import write_report
+    from sim.workers import num_cores
 
     console = _console(as_json=as_json)
 
@@ -884,7 +888,7 @@ def paper(
         if not quiet:
             console.print(doing, highlight=False)
 
-    content = write_report(out, overwrite=overwrite, progress=show)
+    content = write_report(out, overwrite=overwrite, progress=show, num_workers=num_workers or num_cores())
     if as_json:
         print(json.dumps(content, indent=1))
         return

@@ -182,20 +182,22 @@ def _mean_of(values: list[float]) -> Estimate:
 def _answer(regrets: list[Regret]) -> Answer:
     lost = {(entry.controller, entry.workload): entry for entry in regrets}
 
-    def told(*workloads: str) -> str:
+    def told(*workloads: str, sign: int = 1) -> str:
         found = [lost["running statistics", workload].against_fixed for workload in workloads]
-        return " and ".join(f"{regret:.1f}" for regret in found)
+        bounds = [sorted((sign * regret.low, sign * regret.high)) for regret in found]
+        return " and ".join(
+            f"{sign * r.value:.1f} [{low:.1f}, {high:.1f}]" for r, (low, high) in zip(found, bounds, strict=True)
+        )
 
     climbing = [entry.against_fixed.value for entry in regrets if entry.controller == "hill climbing"]
-    fewest, most = min(climbing), max(climbing)
     behind = [lost["running statistics", workload].against_phases for workload in (*STEPS, IN_TURNS)]
-
     return Answer(
         "How do running statistics and hill climbing compare with the best fixed policy?",
         f"Against the best fixed policy in hindsight running statistics lose {told(*STATIONARY)} % of tokens/s where"
-        f" nothing changes ({' and '.join(STATIONARY)}), lose {told(*STEPS)} % where acceptance steps once, which is a"
-        f" gain, and {told(IN_TURNS)} % where it changes with every text, sooner than they forget ({behind[0]:.1f},"
+        f" nothing changes ({' and '.join(STATIONARY)}), gain {told(*STEPS, sign=-1)} % where the acceptance steps once"
+        f" and lose {told(IN_TURNS)} % where it changes with every text, sooner than they forget ({behind[0]:.1f},"
         f" {behind[1]:.1f} and {behind[2]:.1f} % behind the best of each phase); hill climbing, which starts at AR and"
-        f" needs 200 rounds for every comparison, loses {fewest:.0f} to {most:.0f} % over so few tokens.",
+        f" needs 200 rounds for every comparison, loses {min(climbing):.0f} to {max(climbing):.0f} % over so few"
+        " tokens.",
         "table adaptive_control",
     )

@@ -35,7 +35,7 @@ FAN_OUTS = tuple(range(1, 8))
 MISS_SCALING = 1.0  # misses are as frequent as rejections; 0: on all data sets the same
 NOT_WORSE = float(chi2_law.ppf(0.95, 3))  # what three free numbers gain by chance
 MOST_STEPS = 200  # of least squares
-NUM_CORRECTIONS = 2  # each closes all but about a hundredth of the gap
+NUM_CORRECTIONS = 2  # what is left is well below a thousandth of the numbers
 WITHOUT_HIT_RATE = "the hit rate is left out"  # an assumption by its name
 START_ACCEPTANCE, START_DRAFT_MS, START_LATE_MS = 0.8, 1.5, 0.5
 

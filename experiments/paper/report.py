@@ -13,7 +13,7 @@ from calibration.report import markdown_table
 from experiments.output import MANIFEST, output_folder
 from experiments.paper import batches, contradictions, decoders, draft_devices, miss_curves, sampling, temperature
 from experiments.paper.pair_fit import Study, study
-from experiments.paper.published import PAIRS, Published, read_published
+from experiments.paper.published import NAMES, PAIRS, Published, read_published
 from experiments.paper.questions import QUESTIONS
 from experiments.paper.section import Cell, Residual, Section, Table
 
@@ -22,18 +22,23 @@ TITLE = "Speculative speculative decoding: the published figures beside ours"
 RESIDUAL_HEAD = ("source", "quantity", "unit", "published", "ours", "ours - published", "known to", "role")
 
 
-def assemble(published: Published, progress: Callable[[str], None] = lambda doing: None) -> list[Section]:
-    """Every section, in the order of the report."""
-    studies = studies_of(published, progress)
-    sections = []
-    for name, build in (builders(published, studies) | dict(QUESTIONS)).items():
-        progress(name)
-        sections.append(build())
-    return sections
+def assemble(
+    published: Published, progress: Callable[[str], None] = lambda doing: None, num_workers: int = 1
+) -> list[Section]:
+    """Every section, in the order of the report; processes do not change what is in them."""
+    from joblib import Parallel, delayed
+
+    progress(f"fitting {' and '.join(NAMES[pair] for pair in PAIRS)}")
+    with Parallel(n_jobs=num_workers) as run:
+        studies = dict(zip(PAIRS, run(delayed(study)(published, pair) for pair in PAIRS), strict=True))
+        sections = builders(published, studies) | dict(QUESTIONS)
+        progress(f"sections: {', '.join(sections)}")
+        built: list[Section] = run(delayed(build)() for build in sections.values())
+    return built
 
 
 def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Callable[[], Section]]:
-    """What makes each section on the published figures, by what is shown while it works."""
+    """What makes each section on the published figures, by a short name."""
     return {
         "miss rates": lambda: miss_curves.section(published),
         "decoders": lambda: decoders.section(published, studies),
@@ -45,20 +50,11 @@ def builders(published: Published, studies: Mapping[str, Study]) -> dict[str, Ca
     }
 
 
-def studies_of(published: Published, progress: Callable[[str], None] = lambda doing: None) -> dict[str, Study]:
-    """The fits of every pair."""
-    found = {}
-    for pair in PAIRS:
-        progress(f"fitting {pair}")
-        found[pair] = study(published, pair)
-    return found
-
-
-def write_report(out: Path, *, overwrite: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+def write_report(out: Path, *, overwrite: bool, progress: Callable[[str], None], num_workers: int) -> dict[str, Any]:
     """`paper.md`, `paper.json`, the tables (CSV) and the figures (SVG) in a folder; returns what `paper.json` holds."""
     with output_folder(out, overwrite=overwrite) as folder:
         published = read_published()
-        sections = assemble(published, progress)
+        sections = assemble(published, progress, num_workers)
         content = to_json(published, sections)
         write_sections(folder, sections, content)
     return content
@@ -89,7 +85,8 @@ def _section_to_json(section: Section) -> dict[str, Any]:
 
 def write_sections(folder: Path, sections: Sequence[Section], content: Mapping[str, Any]) -> None:
     """Every file of the report."""
-    for table in [*(table for section in sections for table in section.tables), residual_table(sections)]:
+    tables = [table for section in sections for table in section.tables]
+    for table in (*tables, summary_table(sections), residual_table(sections)):
         with (folder / f"{table.name}.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(table.head)
@@ -101,6 +98,25 @@ def write_sections(folder: Path, sections: Sequence[Section], content: Mapping[s
     (folder / "paper.md").write_text(in_markdown(sections))
     manifest = {"schema": SCHEMA, "record": "paper", "identity": {"source": content["source"]}}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"digest": content["digest"]}, indent=1) + "\n")
+
+
+def summary_table(sections: Sequence[Section]) -> Table:
+    """How far ours lie from the published numbers, by where these stand and whether they were fitted."""
+    groups: dict[tuple[str, str, str], list[Residual]] = {}
+    for residual in (residual for section in sections for residual in section.residuals):
+        groups.setdefault((residual.source, residual.unit, residual.role.value), []).append(residual)
+    return Table(
+        "residual_summary",
+        "Ours less published by figure: in % of the published number for tokens/s, in points (hundredths) for rates",
+        ("source", "unit", "role", "numbers", "mean absolute", "mean", "worst"),
+        tuple((*group, len(residuals), *_summary(residuals)) for group, residuals in groups.items()),
+    )
+
+
+def _summary(residuals: Sequence[Residual]) -> tuple[float, float, float]:
+    off: list[float] = [100 * (entry.difference if entry.unit == "rate" else entry.relative) for entry in residuals]
+    worst: float = max(off, key=abs)
+    return round(sum(map(abs, off)) / len(off), 2), round(sum(off) / len(off), 2), round(worst, 2)
 
 
 def residual_table(sections: Sequence[Section]) -> Table:
@@ -118,8 +134,8 @@ def _residual_row(residual: Residual) -> tuple[Cell, ...]:
 
 
 def in_markdown(sections: Sequence[Section]) -> str:
-    """The report: answers first, then each section, then all residuals."""
-    parts = [f"# {TITLE}", "## Answers", _answers(sections)]
+    """The report: answers and errors first, then each section, then all residuals."""
+    parts = [f"# {TITLE}", "## Answers", _answers(sections), "## How far off", _table(summary_table(sections))]
     for section in sections:
         parts += [f"## {section.title}", *section.text, *(f"![{f.caption}]({f.name}.svg)" for f in section.figures)]
         parts += [_table(table) for table in section.tables]

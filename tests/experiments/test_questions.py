@@ -23,7 +23,7 @@ from sim.theory import expected_tokens_per_round
 from sim.trace import Source
 from tests.sim.toy import markov, record_of
 
-ALIKE = ParametricAgreement(64, 4000, (0.8,), (HitCurve(0.4, 0.5),), (HitCurve(0.7, 0.5),))
+ALIKE = ParametricAgreement(64, 2000, (0.8,), (HitCurve(0.4, 0.5),), (HitCurve(0.7, 0.5),))
 TOY = record_of(*markov(3), num_prompts=12, length=40, seed=1)
 
 
