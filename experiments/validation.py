@@ -14,6 +14,7 @@ from rich.table import Table
 
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
+from calibration.slow_moments import usual_runs
 from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
@@ -87,7 +88,7 @@ def run_validation(
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
-        systems_then = {size: at_speed_of(systems[size], companions[size].by_policy()) for size in systems}
+        systems_then = at_speed_of_run(systems, companions)
         predicted = predictions(configurations, test, systems_then, config.seed)
         block = max(settings.batch_sizes)
         of_size = {size: (systems[size], systems_then[size]) for size in systems}
@@ -315,11 +316,26 @@ def measure(
                         repeats=1,
                         seed=seed + repeat,
                         on_sequence=advance,
-                        between=companions.get(size, lambda: None),
+                        between=partial(_run_companions, companions.get(size), size),
                     )
                     for n, (trace,) in zip(rotated, measured, strict=True):
                         pieces[n][repeat].append(trace)
     return [[join(parts) for parts in of_repeat] for of_repeat in pieces]
+
+
+def _run_companions(companions: CompanionRuns | None, times: int) -> None:
+    """As often as there are prompts in a batch: batches are the fewer the larger they are, and reference policies of
+    each size need as many runs for slow moments among them to be told."""
+    for _ in range(times if companions else 0):
+        assert companions is not None
+        companions()
+
+
+def at_speed_of_run(systems: Mapping[int, System], companions: Mapping[int, CompanionRuns]) -> dict[int, System]:
+    """By batch size. What slow moments cost is shared by the reference policies of all batch sizes."""
+    traces = {size: companions[size].by_policy() for size in systems}
+    runs = iter(usual_runs([trace for own in traces.values() for trace in own]))
+    return {size: at_speed_of(systems[size], [next(runs) for _ in own]) for size, own in traces.items()}
 
 
 def compare_texts(
