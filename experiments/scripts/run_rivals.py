@@ -27,7 +27,7 @@ from sim.strategies.prompt_lookup import prompt_lookup_policy
 from sim.system import System
 from sim.trace import Trace
 
-NUM_PROMPTS, REPEATS, SEED = 32, 2, 0
+NUM_PROMPTS, REPEATS, SEED = 24, 2, 0
 POLICIES: list[Policy] = [
     Autoregressive(),
     Speculative(3),

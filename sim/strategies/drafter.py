@@ -44,8 +44,7 @@ def one_pass_drafter(decay: float, pass_ratio: float = 1.0) -> Drafter:
 
     Assumes that a pass costs the same whatever K is, and that acceptance falls by the same factor with each place, as
     later tokens are drafted without knowing the ones before them. Under SSD it must be a model of its own (PARD): heads
-    on the target's last features cannot draft for an outcome before the target has computed them. A pass ratio of 1/K
-    of K steps with decay 1 would be a draft model K times as fast.
+    on the target's last features cannot draft for an outcome before the target has computed them.
     """
     return Drafter("one pass", decay, pass_ratio, one_pass=True)
 

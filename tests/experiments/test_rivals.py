@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from experiments.cli import app
 from experiments.numbers import read_numbers
 from experiments.rivals import (
     AR,
@@ -106,6 +108,13 @@ def test_an_axis_that_is_none_is_refused(numbers) -> None:
     with pytest.raises(BadInput, match="file of numbers"):
         record = record_of(*markov(1), num_prompts=2, length=10, seed=0)
         winner_table(workload_of(record), system_of(record), GRID)
+
+
+def test_the_command_prints_the_table_of_its_axes() -> None:
+    axes = ["--acceptances", "0.6", "--ratios", "0.2", "--batch-sizes", "1", "--num-workers", "1"]
+    ran = CliRunner().invoke(app, ["rivals", str(CONFIG), *axes])
+    assert ran.exit_code == 0
+    assert "| a = 0.6 |" in ran.stdout and "| SSD over SD |" in ran.stdout
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
