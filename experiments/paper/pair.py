@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import expit, logit
 
@@ -23,7 +22,6 @@ from sim.theory import expected_tokens_per_round, stationary_hit_rate
 from sim.trace import Lane
 from sim.workload import Workload
 
-FloatArray = NDArray[np.float64]
 Curves = tuple[HitCurve, HitCurve]  # after a hit, after a miss
 
 WIDEST_SHIFT = 3.0  # of acceptances on the logit scale

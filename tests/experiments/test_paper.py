@@ -28,7 +28,7 @@ from experiments.paper.sampling import Population, fit_sampling
 from sim.errors import BadInput
 from sim.parametric import HitCurve
 from sim.policy import Fallback
-from sim.theory import acceptance_of, critical_batch_size, downweighted, hit_given_rejection, ssd_speedup
+from sim.theory import acceptance_of, critical_batch_size, downweighted, hit_given_rejection, miss_rate, ssd_speedup
 
 PUBLISHED = read_published()
 CURVES = (HitCurve(0.39, 0.77), HitCurve(0.68, 0.58))
@@ -304,6 +304,14 @@ def test_the_sampling_fit_returns_the_curve_it_was_made_from():
 
 
 # ----------------------------------------------------------------------------------------------------- contradictions
+
+
+def test_definition_11_without_a_prefactor_has_no_hit_at_fan_out_1_and_misses_the_measured_curves():
+    """With c = 1 one r cannot give two points: it would have to be the same at both."""
+    assert [miss_rate(1, r) for r in (0.1, 0.5, 2.0)] == [1.0, 1.0, 1.0]
+    for rates in (rates for of_draft in PUBLISHED.misses.drafts.values() for rates in of_draft):
+        exponents = -np.log(rates.of("primary")) / np.log(FAN_OUTS)
+        assert exponents[0] > 1.5 * exponents[-1]
 
 
 def test_the_same_setting_is_published_with_other_numbers():
