@@ -37,7 +37,8 @@ def fit(profile: Profile) -> System:
 def at_speed_of(system: System, traces: Sequence[Trace]) -> System:
     """The system as fast as the machine was during `traces`: host times and residuals in situ are taken from them.
 
-    What does not occur in them stays as it was.
+    They are few: `calibration.slow_moments.usual_runs` shares out what slow moments among them cost. What does not
+    occur in them stays as it was.
     """
     slower = {lane: system.slowdown(lane, beside=True) for lane in Lane}
     seen = fit_in_situ(traces, system.latency, slower)

@@ -33,6 +33,7 @@ from calibration.report import (
     report,
 )
 from calibration.side_by_side import SideBySide, lack_of_overlap, side_by_side
+from calibration.slow_moments import usual_runs
 from calibration.validate import Comparison, Losslessness, check_losslessness, compare, estimate_regret, summarize
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
@@ -110,7 +111,7 @@ def run_experiment(
     sound = sound_repeats(measured)
     with stages.stage("compare"):
         # The same profile at the speed that the machine had during the run.
-        system_then = at_speed_of(system, companions.by_policy())
+        system_then = at_speed_of(system, usual_runs(companions.by_policy()))
         predictions = predict_all(list(policies.values()), test, system_then, engine=engine, seed=config.seed)
         comparisons = [
             compare(found.best(kind), prediction, traces)

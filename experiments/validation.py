@@ -16,6 +16,7 @@ from rich.table import Table
 from calibration.digest import digest
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts, check_workload, profile_manifest, prompt_hashes
+from calibration.slow_moments import usual_runs
 from calibration.summaries import parametric
 from calibration.validate import Losslessness, check_losslessness, estimate_regret, interval
 from calibration.validation import SCHEMA, Result, Totals, Validation, missed, predicted_totals
@@ -106,7 +107,7 @@ def run_validation(
     with stages.stage("check the texts"):
         lossless = compare_texts(configurations, traces, bench, test)
     with stages.stage("predict at the speed of the run"):
-        systems_then = {size: at_speed_of(systems[size], companions[size].by_policy()) for size in systems}
+        systems_then = at_speed_of_run(systems, companions)
         predicted = predictions(configurations, test, systems_then, config.seed)
         block = max(settings.batch_sizes)
         of_size = {size: (systems[size], systems_then[size]) for size in systems}
@@ -353,7 +354,7 @@ def measure(
                         repeats=1,
                         seed=seed + repeat,
                         on_sequence=advance,
-                        between=companions.get(size, lambda: None),
+                        between=partial(_run_companions, companions.get(size), size),
                         ledger=ledger.within(f"{name}/batch-{size}"),
                         name=f"{repeat}/{index}",
                     )
@@ -367,6 +368,21 @@ def _warm_up(
 ) -> None:
     for size, numbers in by_size.items():
         warm_up(bench.execute, [configurations[n].policy for n in numbers], replace(workload, batch_size=size))
+
+
+def _run_companions(companions: CompanionRuns | None, times: int) -> None:
+    """As often as there are prompts in a batch: batches are the fewer the larger they are, and reference policies of
+    each size need as many runs for slow moments among them to be told."""
+    for _ in range(times if companions else 0):
+        assert companions is not None
+        companions()
+
+
+def at_speed_of_run(systems: Mapping[int, System], companions: Mapping[int, CompanionRuns]) -> dict[int, System]:
+    """By batch size. What slow moments cost is shared by the reference policies of all batch sizes."""
+    traces = {size: companions[size].by_policy() for size in systems}
+    runs = iter(usual_runs([trace for own in traces.values() for trace in own]))
+    return {size: at_speed_of(systems[size], [next(runs) for _ in own]) for size, own in traces.items()}
 
 
 def compare_texts(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from calibration.fit import fit
 from calibration.fit_report import report_fit
 from calibration.profile import Profile
-from calibration.slow_moments import moments, remarks, usual_runs
+from calibration.slow_moments import pieces, remarks, usual_runs
 from sim.trace import Trace
 from tests.calibration.test_fit import known_system, profile_of, samples_of
 
@@ -36,44 +37,23 @@ def steady() -> Profile:
     return profile_of(system, samples_of(system, num_blocks=20, seed=1))
 
 
-def disturbed(profile: Profile, sequences: set[int], factor: float, run: int = 0) -> Profile:
-    """As many texts slow under every policy, in the first or second of its two runs."""
-    traces = [slowed(t, sequences, factor) if n % 2 == run else t for n, t in enumerate(profile.traces)]
+SLOW = set(range(0, 24, 4))  # a quarter of the texts, in the first of two runs of each policy
+
+
+def disturbed(profile: Profile, factor: float, policies: slice = slice(None)) -> Profile:
+    """Some texts slow under some policies."""
+    chosen = range(len(profile.traces))[policies]
+    traces = [slowed(t, SLOW, factor) if n % 2 == 0 and n in chosen else t for n, t in enumerate(profile.traces)]
     return replace(profile, traces=tuple(traces))
 
 
-def test_a_steady_profile_has_no_slow_moment(steady: Profile) -> None:
-    assert not any(moment.is_slow for moment in moments(steady.traces))
-    assert usual_runs(steady.traces) == list(steady.traces) and remarks(steady.traces) == []
+def without_slow(profile: Profile, policies: slice = slice(None)) -> Profile:
+    chosen = range(len(profile.traces))[policies]
+    traces = [without_texts(t, SLOW) if n % 2 == 0 and n in chosen else t for n, t in enumerate(profile.traces)]
+    return replace(profile, traces=tuple(traces))
 
 
-def test_slow_moments_are_those_that_were_slow(steady: Profile) -> None:
-    found = moments(disturbed(steady, {3, 4}, 3.0, run=1).traces)
-    assert [(m.run, m.batch) for m in found if m.is_slow] == [(1, 3), (1, 4)]
-    assert [m.level for m in found if m.is_slow] == pytest.approx([3.0, 3.0], rel=0.4)
-
-
-@pytest.mark.parametrize("factor", [2.0, 3.0, 10.0])
-def test_the_fit_is_that_of_the_other_moments(steady: Profile, factor: float) -> None:
-    """A third of the moments: nothing that is fitted is other than if they had not been measured, and it is said."""
-    slow = set(range(0, 24, 3))
-    without = replace(steady, traces=tuple(without_sequences(t, slow) for t in steady.traces))
-    with_slow = replace(steady, traces=tuple(slowed(t, slow, factor) for t in steady.traces))
-    fitted, expected = fit(with_slow), fit(without)
-    assert fitted.host_s == expected.host_s and fitted.in_situ == expected.in_situ
-    assert fitted.host_s == pytest.approx(fit(steady).host_s, rel=0.25)
-    assert "16 of 48 short runs met a moment" in " ".join(report_fit(with_slow, fitted).notes)
-
-
-def test_kept_in_they_would_spoil_it(steady: Profile) -> None:
-    """Negative control: means over all runs are far off."""
-    slow = disturbed(steady, set(range(0, 24, 3)), 3.0).traces
-    kept = [sum(r.end_s - r.start_s for r in t.rounds) for t in slow]
-    usual = [sum(r.end_s - r.start_s for r in t.rounds) for t in steady.traces]
-    assert sum(kept) > 1.2 * sum(usual)
-
-
-def without_sequences(trace: Trace, gone: set[int]) -> Trace:
+def without_texts(trace: Trace, gone: set[int]) -> Trace:
     return replace(
         trace,
         sequences=[s for s in trace.sequences if s.index not in gone],
@@ -82,9 +62,50 @@ def without_sequences(trace: Trace, gone: set[int]) -> Trace:
     )
 
 
-def test_of_few_moments_none_is_left_out_and_it_is_said(steady: Profile) -> None:
-    few = [without_sequences(t, set(range(1, 24))) for t in steady.traces]
+def test_a_steady_profile_has_no_slow_moment(steady: Profile) -> None:
+    assert all(piece.level < 1.4 for piece in pieces(steady.traces))
+    assert usual_runs(steady.traces) == list(steady.traces) and remarks(steady.traces) == []
+
+
+@pytest.mark.parametrize("factor", [2.5, 10.0])
+def test_slow_pieces_are_those_that_were_slow(steady: Profile, factor: float) -> None:
+    found = [piece for piece in pieces(disturbed(steady, factor).traces) if piece.level > 1.5]
+    assert {(p.trace, p.batch) for p in found} == {(n, b) for n in range(0, len(steady.traces), 2) for b in SLOW}
+    assert np.median([p.level for p in found]) == pytest.approx(factor, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [2.5, 10.0])
+def test_the_fit_is_that_of_the_others_with_the_cost_shared(steady: Profile, factor: float) -> None:
+    """One policy of four meets all slow moments: what they cost, an eighth of its pieces, is a thirty-second of all."""
+    of_ssd = slice(4, 6)
+    profile = disturbed(steady, factor, of_ssd)
+    fitted, expected = fit(profile), fit(without_slow(steady, of_ssd))
+    shared = 1 + (factor - 1) / 32
+    for term, seconds in fitted.host_s.items():
+        assert seconds == pytest.approx(expected.host_s[term] * shared, rel=0.03), term
+    for kind, rows in fitted.in_situ.items():
+        for key, ratios in rows.items():
+            assert np.mean(ratios) == pytest.approx(np.mean(expected.in_situ[kind][key]) * shared, rel=0.03), key
+    assert "6 of 192 short runs met a moment" in " ".join(report_fit(profile, fitted).notes)
+
+
+def test_kept_with_their_policy_they_would_spoil_its_fit(steady: Profile) -> None:
+    """Negative control: without leaving them out, a policy's own times are far off."""
+    slow = disturbed(steady, 10.0, slice(4, 6)).traces[4]
+    taken, usual = (sum(r.end_s - r.start_s for r in t.rounds) for t in (slow, steady.traces[4]))
+    assert taken > 2 * usual
+
+
+def test_of_few_pieces_none_is_left_out_and_it_is_said(steady: Profile) -> None:
+    few = [without_texts(t, set(range(1, 24))) for t in steady.traces]
     slow = [slowed(t, {0}, 3.0) if n % 2 else t for n, t in enumerate(few)]
     assert usual_runs(slow) == slow
-    assert "2 are too few to tell which is usual" in " ".join(remarks(slow))
-    assert remarks(few) == []
+    assert "fewer than 4 short runs of a policy" in " ".join(remarks(slow))
+
+
+def test_batches_of_another_size_are_pieces_of_their_own_kind(steady: Profile) -> None:
+    """Their rounds take another time, and that is no slow moment."""
+    alone = list(steady.traces[4:5])
+    larger = [replace(t, workload=t.workload | {"batch_size": 2}) for t in alone]
+    both = alone + [slowed(t, set(range(24)), 5.0) for t in larger]
+    assert usual_runs(both) == both
