@@ -14,6 +14,7 @@ from sim.agreement import AgreementRecord
 from sim.metrics import Estimate, bootstrap
 from sim.parametric import HitCurve, ParametricAgreement
 from sim.policy import Policy, SpeculativeSpeculative
+from sim.recursion import round_starts
 from sim.replay import SOURCES, Replay
 from sim.round_law import RoundLaw
 from sim.trace import Source
@@ -133,27 +134,7 @@ class _Visits:
         sources = SOURCES if isinstance(policy, SpeculativeSpeculative) else (Source.SYNCHRONOUS,)
         self.most_candidates = record.num_candidates
         self.laws = {source: RoundLaw(replay, policy.drafting(source)) for source in sources}
-        longest = 1 + max(len(law.ended) for law in self.laws.values())
-        self.starts = {source: np.zeros((replay.longest + longest, replay.num_prompts)) for source in (*self.laws,)}
-        first = Source.MISS if Source.MISS in self.starts else Source.SYNCHRONOUS
-        self.starts[first][1] = replay.lengths > 1
-        for start in range(1, replay.longest):
-            for source, law in self.laws.items():
-                self._leave(source, law, start)
-        self.starts = {source: mass[: replay.longest] for source, mass in self.starts.items()}
-
-    def _leave(self, source: Source, law: RoundLaw, start: int) -> None:
-        """Follow the rounds of a source that start with so many tokens emitted."""
-        here = self.starts[source][start]
-        for k in range(law.drafting.num_drafted + 1):
-            ended = here * law.ended[k][:, start]
-            goes_on = ended * law.goes_on(k)[:, start]
-            if source is Source.SYNCHRONOUS:
-                self.starts[source][start + k + 1] += goes_on
-            else:
-                hits = ended * law.hits[k][:, start]
-                self.starts[Source.HIT][start + k + 1] += hits
-                self.starts[Source.MISS][start + k + 1] += goes_on - hits
+        self.starts = round_starts(self.laws)
 
 
 def _acceptance(visits: _Visits) -> tuple[Estimate, ...]:

@@ -8,7 +8,8 @@ at the value (basic bootstrap).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,21 +73,24 @@ def predicted_totals(prediction: Prediction[Policy], block: int) -> Totals:
 
 def measured_totals(trace: Trace, block: int) -> Totals:
     """By blocks of `block` test prompts, whose batches do not go beyond them."""
-    num_blocks = -(-len(trace.sequences) // block)
-    by_block: dict[str, FloatArray] = {name: np.zeros(num_blocks) for name in ("tokens", "seconds", "rounds")}
-    by_side = {name: np.zeros((2, num_blocks)) for name in ("lookups", "hits")}
-    for name, amounts in (("tokens", metrics.decoded(trace)), ("seconds", metrics.decoding_s(trace))):
+
+    def by_block(amounts: Mapping[int, float]) -> FloatArray:
+        total = np.zeros(-(-len(trace.sequences) // block))
         for sequence, amount in amounts.items():
-            by_block[name][sequence // block] += amount
-    before = None
-    for r in sorted(trace.rounds, key=lambda r: (r.sequence, r.index)):
-        by_block["rounds"][r.sequence // block] += 1
-        if before is not None and before.sequence == r.sequence and r.source in metrics.LOOKUPS:
-            side = 0 if before.source is Source.HIT else 1
-            by_side["lookups"][side, r.sequence // block] += 1
-            by_side["hits"][side, r.sequence // block] += r.source in metrics.HITS
-        before = r
-    return Totals(**by_block, **by_side)
+            total[sequence // block] += amount
+        return total
+
+    def lookups(results: Collection[Source]) -> FloatArray:
+        sides = (metrics.AFTER_HIT, metrics.AFTER_MISS)
+        return np.stack([by_block(metrics.lookups_after(trace, side, results)) for side in sides])
+
+    return Totals(
+        tokens=by_block(metrics.decoded(trace)),
+        seconds=by_block(metrics.decoding_s(trace)),
+        rounds=by_block(Counter(r.sequence for r in trace.rounds)),
+        lookups=lookups(metrics.LOOKUPS),
+        hits=lookups(metrics.HITS),
+    )
 
 
 def _added(parts: Sequence[Totals]) -> Totals:

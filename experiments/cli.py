@@ -335,6 +335,55 @@ def search(
         print(f"wrote {out / 'report.html'}", file=sys.stderr)
 
 
+@app.command()
+def rivals(
+    source: PlanSource,
+    acceptances: Annotated[
+        str, typer.Option("--acceptances", help="Of the drafter's first token.")
+    ] = "0.5,0.6,0.7,0.8,0.9",
+    ratios: Annotated[
+        str, typer.Option("--ratios", help="A pass of the drafter over a verification of one token.")
+    ] = "0.02,0.05,0.1,0.2,0.4",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Up to the file's text.batch_size.")] = "1,4,16",
+    one_pass_decay: Annotated[
+        float, typer.Option("--one-pass-decay", min=0, max=1, help="Of acceptance per draft token of one pass.")
+    ] = 0.85,
+    feature_decay: Annotated[
+        float, typer.Option("--feature-decay", min=0, max=1, help="Of acceptance per step without true features.")
+    ] = 0.95,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Processes, used once it pays; the cores unless given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Token trees, one-pass and feature drafters, PEARL, look-up, block verification beside AR, SD and SSD.
+
+    A file of numbers: who wins over acceptance, cost of a draft step, batch size and devices. A system.json: every way
+    on the recorded texts.
+    """
+    from experiments.planning import read_plan
+    from sim.agreement import AgreementRecord
+    from sim.workers import Workers, num_cores
+
+    plan = read_plan(source)
+    _print_basis(plan)
+    if isinstance(plan.system.agreement, AgreementRecord):
+        from experiments.rivals_on_record import HEAD, in_rows, rivals_on_record
+
+        found = rivals_on_record(plan.workload, plan.system)
+        if as_json:
+            print(json.dumps([row.to_dict() for row in found], indent=1))
+            return
+        _print_table(HEAD, in_rows(found), _console(as_json=False))
+        return
+    from experiments.rivals import Assumptions, Grid, winner_table, winners_in_markdown
+
+    grid = Grid.parse(acceptances, ratios, batch_sizes)
+    assumptions = Assumptions(one_pass_decay, feature_decay)
+    table = winner_table(plan.workload, plan.system, grid, assumptions, Workers(num_workers or num_cores()))
+    print(json.dumps(table.to_dict(), indent=1) if as_json else winners_in_markdown(table))
+
+
 def _draw_map(answer: Answer, path: Path) -> None:
     from experiments.figures import win_map
 
@@ -395,6 +444,51 @@ def _print_answer(answer: Answer, *, with_sensitivity: bool) -> None:
     print(f"{found.num_policies} policies: {found.stopped}", file=sys.stderr)
     for sentence in (*answer.remarks(), answer.in_words()):
         console.print(f"{sentence}.", highlight=False, markup=False)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment file or file of numbers with a `sweep`.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Of an experiment file: folder of the runs; out/<name> unless given.")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    reduced: Reduced = False,
+    settings: Settings = None,
+    seed: Seed = None,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Of numbers: processes; the cores unless given.")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a file at every point of its `sweep`: search a file of numbers, run an experiment file."""
+    from experiments.strict_yaml import read_yaml
+    from experiments.swept import is_experiment, run_points, search_points
+    from sim.workers import Workers, num_cores
+
+    console = _console(as_json=as_json)
+    if is_experiment(read_yaml(file)):
+        if num_workers is not None:
+            raise BadInput("--num-workers", "goes with a file of numbers; runs are made one after another")
+        options = {"reduced": reduced, "overwrite": overwrite, "resume": resume, "quiet": quiet}
+        swept = run_points(file, out, console, settings=settings or (), seed=seed, **options)
+    else:
+        given = {"--out": out is not None, "--overwrite": overwrite, "--resume": resume, "--reduced": reduced}
+        for option in (name for name, is_given in given.items() if is_given):
+            raise BadInput(option, "goes with an experiment file; numbers are searched, and nothing is written")
+        workers = Workers(num_workers or num_cores())
+        swept = search_points(
+            file, _say_nothing if quiet else _say, settings=settings or (), seed=seed or 0, workers=workers
+        )
+    if as_json:
+        print(json.dumps(swept.to_dict(), indent=1))
+    else:
+        _print_table(swept.head, swept.rows(), console)
+        console.print(swept.in_words(), highlight=False, markup=False)
+    if swept.kind == "search":
+        _print_digest([swept.to_dict()])
 
 
 @app.command("export")
@@ -555,7 +649,6 @@ def run(
     from calibration.profile import Profile
     from experiments.config import load_config
     from experiments.dry_run import Command
-    from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     earlier = Profile.read(profile_folder) if profile_folder else None
@@ -563,19 +656,10 @@ def run(
     if dry_run:
         _print_dry_run(config, out, profile_folder, Command.RUN, as_json=as_json)
         return
-    console = _console(as_json=as_json)
-    if not (resume and is_finished(out, config.to_dict())):
-        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
-            from experiments.bench import open_bench
-            from experiments.ledger import Ledger
-            from experiments.run import run_experiment
-            from experiments.stages import Stages
+    from experiments.run import run_in
 
-            stages = Stages(console, quiet=quiet)
-            with open_bench(config, stages) as bench:
-                ledger = Ledger(folder / LEDGER, stages.spare)
-                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
-    summary = json.loads((out / "summary.json").read_text())
+    console = _console(as_json=as_json)
+    summary = run_in(out, config, console, overwrite=overwrite, resume=resume, quiet=quiet, earlier=earlier)
     _print_summary(summary, console)
     _print_record(out, console, report="report.html")
     if as_json:
@@ -784,6 +868,36 @@ def check_faults(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command()
+def paper(
+    out: Annotated[Path, typer.Option("--out", help="Folder.")] = Path("out/paper"),
+    overwrite: Overwrite = False,
+    num_workers: Annotated[
+        int | None, typer.Option("--num-workers", min=1, help="Processes; the cores unless given.")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """The published figures of SSD (arXiv 2603.03251) beside ours: fits, predictions, residuals, contradictions."""
+    from experiments.paper.report import write_report
+    from sim.workers import num_cores
+
+    console = _console(as_json=as_json)
+
+    def show(doing: str) -> None:
+        if not quiet:
+            console.print(doing, highlight=False)
+
+    content = write_report(out, overwrite=overwrite, progress=show, num_workers=num_workers or num_cores())
+    if as_json:
+        print(json.dumps(content, indent=1))
+        return
+    for section in content["sections"]:
+        for answer in section["answers"]:
+            console.print(f"{answer['question']} {answer['answer']}", highlight=False, markup=False)
+    console.print(f"wrote {out / 'paper.md'}", highlight=False, markup=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: bad input is one line on the error output and exit code 2; only bugs show a traceback."""
     try:
@@ -804,6 +918,14 @@ def main() -> None:
         print("interrupted; nothing was written", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _say_nothing(line: str) -> None:
+    """For --quiet."""
 
 
 def _fail(message: str) -> int:

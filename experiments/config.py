@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from experiments.strict_yaml import Document, Keys, Section, parse_setting, read_yaml, validate
+from experiments.sweep import Point, points, refuse_sweep
 from sim.errors import BadInput
 from sim.policy import Fallback, LateBuild
 from sim.workload import Sampling
@@ -180,19 +181,37 @@ def load_config(
     document = read_yaml(path)
     full, small = document.without(REDUCED), document.merged(REDUCED)
     _checked(full), _checked(small)
-    chosen = small if reduced else full
+    return _checked(_with_options(small if reduced else full, seed, batch_size, settings))
+
+
+def load_sweep(
+    path: Path, *, reduced: bool = False, seed: int | None = None, settings: Sequence[str] = ()
+) -> list[tuple[Point, ExperimentConfig]]:
+    """Every point of an experiment file with a sweep, and its experiment; else as `load_config`."""
+    document = read_yaml(path)
+    full, small = document.without(REDUCED), document.merged(REDUCED)
+    for form in (full, small):
+        for point in points(form):
+            _checked(point.document)
+    chosen = _with_options(small if reduced else full, seed, None, settings)
+    return [(point, _checked(point.document)) for point in points(chosen)]
+
+
+def _with_options(document: Document, seed: int | None, batch_size: int | None, settings: Sequence[str]) -> Document:
+    """The document with what the command line gave in place."""
     if seed is not None:
-        chosen = chosen.with_value(("seed",), seed, "--seed")
+        document = document.with_value(("seed",), seed, "--seed")
     if batch_size is not None:
-        chosen = chosen.with_value(("workload", "batch_size"), batch_size, "--batch-size")
+        document = document.with_value(("workload", "batch_size"), batch_size, "--batch-size")
     for text in settings:
         if parse_setting(text, "--set")[0][0] == REDUCED:
             raise BadInput("--set", f"must name a setting itself; --{REDUCED} uses those of that section", text)
-    return _checked(chosen.with_settings(settings))
+    return document.with_settings(settings)
 
 
 def _checked(document: Document) -> ExperimentConfig:
     """Each value by itself, then those that must fit together."""
+    refuse_sweep(document)
     config = validate(ExperimentConfig, document)
     _check_together(config, document.place)
     return config

@@ -16,6 +16,7 @@ from experiments.config import Count, SearchConfig
 from experiments.recorded_workload import recorded_workload
 from experiments.step_times import StepTimes, TimesConfig
 from experiments.strict_yaml import Document, Section, read_yaml, validate
+from experiments.sweep import refuse_sweep
 from sim.agreement import Agreement, AgreementRecord
 from sim.errors import BadInput
 from sim.latency import Knots, LatencyModel, OperationLatency
@@ -205,7 +206,11 @@ def read_numbers(path: Path, settings: Sequence[str] = (), batch_size: int | Non
     document = read_yaml(path)
     if batch_size is not None:
         document = document.with_value(("text", "batch_size"), batch_size, "--batch-size")
-    document = document.with_settings(settings)
+    return numbers_of(document.with_settings(settings))
+
+
+def numbers_of(document: Document) -> Numbers:
+    """What a file of summary numbers says. Raises `BadInput` naming file, line and key."""
     config = _config(document)
     system = _system(config, document)
     ranges = (*_given_ranges(config, document), *_assumed_ranges(config))
@@ -213,10 +218,11 @@ def read_numbers(path: Path, settings: Sequence[str] = (), batch_size: int | Non
     for entry in ranges:
         for value in (entry.low, entry.high):
             _check_end(numbers, entry, value)
-    return numbers
+    return replace(numbers, ranges=()) if config.devices.num_targets > 1 else numbers
 
 
 def _config(document: Document) -> NumbersConfig:
+    refuse_sweep(document)
     given = document.data.get("acceptance", {})
     if not isinstance(given, Mapping):
         raise BadInput(document.place(("acceptance",)), f"must say by which definition: {DEFINITIONS}", given)
@@ -232,7 +238,7 @@ def _system(config: NumbersConfig, document: Document) -> System:
     except BadInput as error:
         raise _placed(error, document) from None
     return System(
-        latency=_latency(times, longest, max(config.search.budgets), text.prompt_tokens, text.batch_size),
+        latency=step_latency(times, longest, max(config.search.budgets), text.prompt_tokens, text.batch_size),
         contention={Lane.TARGET: devices.slowdown_of_target, Lane.DRAFT: devices.slowdown_of_draft},
         host_s=dict.fromkeys(HostTerm, config.times.host_ms / 1e3),
         agreement=agreement,
@@ -270,7 +276,7 @@ def _agreement(config: NumbersConfig, folder: Path) -> Agreement:
         after_hit=(after_hit,),
         after_miss=(after_miss,),
         sampling_temperature=text.temperature,
-        num_texts=text.batch_size,
+        num_texts=text.batch_size * config.devices.num_targets,
     )
 
 
@@ -278,11 +284,11 @@ def _workload(config: NumbersConfig, system: System) -> Workload:
     text = config.text
     if config.acceptance.records is not None:
         return replace(recorded_workload(system.agreement), batch_size=text.batch_size)
-    prompts = ((0,) * text.prompt_tokens,) * text.batch_size
+    prompts = ((0,) * text.prompt_tokens,) * (text.batch_size * config.devices.num_targets)
     return Workload("parametric", prompts, text.new_tokens, text.temperature, batch_size=text.batch_size)
 
 
-def _latency(times: StepTimes, longest: int, widest: int, prompt_tokens: int, batch_size: int) -> LatencyModel:
+def step_latency(times: StepTimes, longest: int, widest: int, prompt_tokens: int, batch_size: int) -> LatencyModel:
     """Tables at every number of rows and of tokens per row that can occur; context changes nothing."""
     rows = [
         (Lane.TARGET, Operation.VERIFY, times.verify_ms, longest + 1),
@@ -398,6 +404,8 @@ def _assumptions(config: NumbersConfig) -> tuple[str, ...]:
         assumptions.append("a step of all branches at once takes as long as a draft step")
     if config.times.is_flat:
         assumptions.append("verifying K + 1 tokens takes as long as one autoregressive step, whatever K")
+    if config.devices.num_targets > 1:
+        assumptions.append("every number is as stated: ranges are not drawn for targets that share a draft")
     weighs = config.devices.transfer_gb_per_s is not None or config.memory != MemoryConfig()
     if weighs and config.text.temperature > 0 and not config.vocabulary.num_tokens:
         assumptions.append("draft distributions take no room and no time: vocabulary.num_tokens is not given")

@@ -44,8 +44,7 @@ def read_plan(
     if is_numbers(source):
         if beyond is not None:
             raise BadInput("--beyond", "goes with a system.json; numbers cover every size that occurs", str(beyond))
-        numbers = read_numbers(source, settings, batch_size)
-        return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
+        return plan_from(read_numbers(source, settings, batch_size))
     if settings:
         raise BadInput("--set", "gives numbers of a YAML file; a system.json was measured", settings[0])
     system = System.read(source)
@@ -54,6 +53,11 @@ def read_plan(
     doubts = doubts_about(system.agreement) if isinstance(system.agreement, AgreementRecord) else []
     workload = replace(recorded_workload(system.agreement), batch_size=batch_size or 1)
     return Plan(system, workload, doubts=tuple(doubts))
+
+
+def plan_from(numbers: Numbers) -> Plan:
+    """What a file of numbers describes."""
+    return Plan(numbers.system, numbers.workload, numbers.search, numbers.assumptions, numbers)
 
 
 def best_engine(workload: Workload, system: System) -> str:

@@ -11,6 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+import experiments.bench
 from calibration.breakdown import figures_of_merit
 from calibration.digest import digest, digest_of_inputs
 from calibration.doubts import doubts_about
@@ -49,6 +52,7 @@ from experiments.measurement import (
     turns,
     warm_up,
 )
+from experiments.output import LEDGER, is_finished, resumable_folder
 from experiments.planning import best_engine
 from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
@@ -135,6 +139,28 @@ def run_experiment(
     system_then.write(folder / "system_during_run.json")
     write_traces(folder / "traces", measured, simulated, companions.by_policy())
     write_results(folder, summary, details, manifest, sound[-1][0], simulated[-1])
+    return summary
+
+
+def run_in(
+    out: Path,
+    config: ExperimentConfig,
+    console: Console,
+    *,
+    overwrite: bool,
+    resume: bool,
+    quiet: bool = False,
+    earlier: Profile | None = None,
+) -> dict[str, Any]:
+    """The summary of the run in the folder `out`: measured now, or with `resume` as far as it is not finished there.
+    Raises `BadInput` on a folder that may not be written into."""
+    if not (resume and is_finished(out, config.to_dict())):
+        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
+            stages = Stages(console, quiet=quiet)
+            with experiments.bench.open_bench(config, stages) as bench:
+                ledger = Ledger(folder / LEDGER, stages.spare)
+                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
 

@@ -83,6 +83,10 @@ class Work:
         self._all_ended = Event(self.env)
         return self._all_ended
 
+    def passes(self, device: int, seconds: float) -> Event:
+        """The time of an operation on a device."""
+        return Timeout(self.env, seconds)
+
     def end_task(self) -> bool:
         """One more device has ended its task. Whether this is what somebody waited for."""
         self.num_open -= 1
@@ -236,7 +240,7 @@ class DraftDevice:
         residuals = work.residuals[self.index]
         for step in steps:
             start_s, duration_s = self.env.now, step.location_s * next(residuals[step.operation])
-            yield Timeout(self.env, duration_s)
+            yield work.passes(self.index, duration_s)
             self.recorder.end(Lane.DRAFT, self.index, work.place, *step[:-1], start_s, duration_s)
 
 

@@ -26,6 +26,8 @@ NUM_BOOTSTRAP = 2000
 BOOTSTRAP_SEED = 20260311
 HITS = {Source.HIT, Source.REDRAFTED}  # sources of rounds whose look-up found a speculation, used or not
 LOOKUPS = {*HITS, Source.MISS}
+AFTER_HIT = {Source.HIT}
+AFTER_MISS = {Source.MISS, Source.FIRST, Source.REDRAFTED}  # the sources of all other rounds that end with a look-up
 
 
 @dataclass(frozen=True)
@@ -258,23 +260,25 @@ def hit_rate_by_source(traces: Seq[Trace]) -> dict[str, Estimate | None]:
     """Hit rate of the look-ups at the end of rounds after a hit, and of those after a miss (first rounds and those
     drafted anew included)."""
     return {
-        "after_hit": _hit_rate_after(traces, {Source.HIT}),
-        "after_miss": _hit_rate_after(traces, {Source.MISS, Source.FIRST, Source.REDRAFTED}),
+        "after_hit": _hit_rate_after(traces, AFTER_HIT),
+        "after_miss": _hit_rate_after(traces, AFTER_MISS),
     }
 
 
-def _hit_rate_after(traces: Seq[Trace], sources: set[Source]) -> Estimate | None:
-    def lookups(trace: Trace, results: set[Source]) -> dict[int, float]:
-        totals: dict[int, float] = {}
-        for before, after in pairwise(sorted(trace.rounds, key=attrgetter("sequence", "index"))):
-            if before.sequence == after.sequence and before.source in sources and after.source in results:
-                totals[after.sequence] = totals.get(after.sequence, 0.0) + 1
-        return totals
-
+def _hit_rate_after(traces: Seq[Trace], sources: Collection[Source]) -> Estimate | None:
     return ratio_of_totals(
-        _by_batch(traces, lambda trace: lookups(trace, HITS)),
-        _by_batch(traces, lambda trace: lookups(trace, LOOKUPS)),
+        _by_batch(traces, lambda trace: lookups_after(trace, sources, HITS)),
+        _by_batch(traces, lambda trace: lookups_after(trace, sources, LOOKUPS)),
     )
+
+
+def lookups_after(trace: Trace, sources: Collection[Source], results: Collection[Source]) -> dict[int, float]:
+    """Look-ups at the end of rounds of `sources` that the rounds of `results` came from, by sequence."""
+    totals: dict[int, float] = {}
+    for before, after in pairwise(sorted(trace.rounds, key=attrgetter("sequence", "index"))):
+        if before.sequence == after.sequence and before.source in sources and after.source in results:
+            totals[after.sequence] = totals.get(after.sequence, 0.0) + 1
+    return totals
 
 
 def overlap(traces: Seq[Trace]) -> Estimate | None:

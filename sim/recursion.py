@@ -26,7 +26,7 @@ from sim.system import System
 from sim.trace import Source
 from sim.workload import Workload
 
-__all__ = ["Expectation", "expectations", "outcome_hit_mass"]
+__all__ = ["Expectation", "expectations", "outcome_hit_mass", "round_starts"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -87,6 +87,22 @@ def _doubt(policy: SpeculativeSpeculative, replay: Replay) -> float:
     return max((RoundLaw(replay, drafting).doubt for drafting in open_to_doubt), default=0.0)
 
 
+def round_starts(laws: Mapping[Source, RoundLaw]) -> dict[Source, FloatArray]:
+    """(width, num_prompts) probability that a round of each source starts there, given the laws of a policy's rounds:
+    of SSD those after a hit and after a miss, of AR and SD those of the only source.
+
+    Raises `BadInput` where the record leaves open how often rounds hit.
+    """
+    if Source.SYNCHRONOUS in laws:
+        return {Source.SYNCHRONOUS: _Rounds(laws[Source.SYNCHRONOUS]).starts()}
+    for law in laws.values():
+        _ = law.doubt  # refuses what the record leaves open
+    rounds = [_Rounds(laws[source]) for source in SOURCES]
+    hit_tables = [one.hits(np.array([one.law.drafting.fan_out])) for one in rounds]
+    masses, _ = _masses(rounds, hit_tables, rounds[0].replay, num_policies=1)
+    return {source: mass[:, 0] for source, mass in zip(SOURCES, masses, strict=True)}
+
+
 # ----------------------------------------------------------------------------------------------- draft, then verify
 
 
@@ -120,22 +136,18 @@ class _Block:
     here: BoolArray
 
 
-class _Side:
+class _Rounds:
     """Rounds of one source, for policies that share the law of their draft tokens.
 
     Tables have the places where rounds start first and the prompts last; `goes_on[i, k]` is the probability that a
     round that starts with i tokens emitted accepts exactly k and that the sequence goes on.
     """
 
-    def __init__(self, policy: Policy, source: Source, replay: Replay, delays: BuildDelays) -> None:
-        self.replay, self.source = replay, source
-        self.law = RoundLaw(replay, _law_of(policy.drafting(source)))
-        self.times = RoundTimes(policy, source, delays, replay.agreement.temperature)
-        self.num_accept_counts = policy.num_drafted(source) + 1
-        ended = [self.law.ended[k] * self.law.goes_on(k) for k in range(self.num_accept_counts)]
+    def __init__(self, law: RoundLaw) -> None:
+        self.law, self.replay = law, law.replay
+        self.num_accept_counts = law.drafting.num_drafted + 1
+        ended = [law.ended[k] * law.goes_on(k) for k in range(self.num_accept_counts)]
         self.goes_on = np.stack(ended).transpose(2, 0, 1).copy()
-        self.goes_on_at_all = self.goes_on.sum(1)
-        self.blocks = list(_blocks(self.law, replay.cap))
 
     def starts(self) -> FloatArray:
         """(width, num_prompts) probability that a round starts there, if all rounds are of this source."""
@@ -164,6 +176,17 @@ class _Side:
             if fan_out:
                 tables[k + 1 :, index] = (self.goes_on[:, k] * self.law.prepared(k, fan_out).T)[: -(k + 1)]
         return tables, np.ascontiguousarray(which.reshape(codes.shape)[:, ::-1].T)
+
+
+class _Side(_Rounds):
+    """Rounds of one source and their times."""
+
+    def __init__(self, policy: Policy, source: Source, replay: Replay, delays: BuildDelays) -> None:
+        super().__init__(RoundLaw(replay, _law_of(policy.drafting(source))))
+        self.source = source
+        self.times = RoundTimes(policy, source, delays, replay.agreement.temperature)
+        self.goes_on_at_all = self.goes_on.sum(1)
+        self.blocks = list(_blocks(self.law, replay.cap))
 
     def seconds(self, mass: FloatArray, fan_outs: IntArray, hit_rates: FloatArray | None) -> FloatArray:
         """(policies, num_prompts) mean time of the rounds; `mass` (width, policies, num_prompts) says how many start.
@@ -251,7 +274,7 @@ def _chunk(policies: Sequence[SpeculativeSpeculative], sides: list[_Side], repla
 
 
 def _masses(
-    sides: list[_Side], hit_tables: list[tuple[FloatArray, IntArray]], replay: Replay, num_policies: int
+    sides: Sequence[_Rounds], hit_tables: list[tuple[FloatArray, IntArray]], replay: Replay, num_policies: int
 ) -> tuple[list[FloatArray], FloatArray]:
     """For each side the probability (width, policies, num_prompts) that a round starts there, and (2, policies,
     num_prompts) hits.

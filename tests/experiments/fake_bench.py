@@ -32,15 +32,28 @@ IDENTITY = {
 
 
 def greedy_record(
-    *, num_prompts: int, length: int, prompt_length: int, seed: int, accepted: float = 0.8, prepared: float = 0.7
+    *,
+    num_prompts: int,
+    length: int,
+    prompt_length: int,
+    seed: int,
+    accepted: float = 0.8,
+    prepared: float = 0.7,
+    temperature: float = 0.0,
 ) -> AgreementRecord:
-    """Greedy texts: the token stands at rank 0 of q with probability `accepted`, else at 1 (`prepared`) or 40."""
+    """Greedy texts: the token stands at rank 0 of q with probability `accepted`, else at 1 (`prepared`) or 40. Another
+    temperature makes them pass for sampled ones where only the pipeline is looked at."""
     rng = np.random.default_rng(seed)
     n = num_prompts * length
     rank = np.where(rng.random(n) < accepted, 0, np.where(rng.random(n) < prepared, 1, 40))
     top_q = np.tile(np.geomspace(0.4, 1e-5, 32), (n, 1))
     return AgreementRecord(
-        identity={"dataset": "fake/prompts.jsonl", "temperature": 0.0, "stop_ids": [], "max_new_tokens": length},
+        identity={
+            "dataset": "fake/prompts.jsonl",
+            "temperature": temperature,
+            "stop_ids": [],
+            "max_new_tokens": length,
+        },
         prompt_length=np.full(num_prompts, prompt_length),
         stopped=np.zeros(num_prompts, dtype=bool),
         prompt=np.repeat(np.arange(num_prompts), length),
@@ -75,7 +88,11 @@ class FakeBench:
         self.truth = {
             split: self._system(
                 greedy_record(
-                    num_prompts=size, length=rules.max_new_tokens, prompt_length=rules.prompt_tokens, seed=number
+                    num_prompts=size,
+                    length=rules.max_new_tokens,
+                    prompt_length=rules.prompt_tokens,
+                    seed=number,
+                    temperature=rules.temperature,
                 )
             )
             for number, (split, size) in enumerate(sizes.items())

@@ -30,7 +30,7 @@ from sim.policy import (
     Speculative,
     SpeculativeSpeculative,
 )
-from sim.recursion import Expectation, expectations, outcome_hit_mass
+from sim.recursion import Expectation, expectations, outcome_hit_mass, round_starts
 from sim.replay import SOURCES, Replay
 from sim.round_law import RoundLaw
 from sim.simulate import predict
@@ -87,6 +87,7 @@ class Walk:
             law = self.laws[source]
             always_s, hit_s, other_s = self.round_s(law, prompt, start)
             found["rounds"] += chance
+            found["starts", source, start] = chance
             found["seconds"] += chance * always_s
             for k in range(len(law.ended)):
                 onward = chance * law.ended[k, prompt, start] * law.goes_on(k)[prompt, start]
@@ -221,8 +222,13 @@ def systems(draw, residuals=(1.0,), most_devices=1):
 def check_against_walk(policy: Policy, system: System, cap: int) -> None:
     workload = workload_of(system.agreement, min(cap, system.agreement.max_new_tokens))
     found, walk = expectations([policy], workload, system)[0], Walk(policy, workload, system)
+    sources = SOURCES if isinstance(policy, SpeculativeSpeculative) else (Source.SYNCHRONOUS,)
+    starts = round_starts({source: walk.laws[source] for source in sources})
     for prompt in range(3):
         totals = walk.totals(prompt)
+        for source, mass in starts.items():
+            expected = [totals["starts", source, start] for start in range(len(mass))]
+            assert mass[:, prompt] == pytest.approx(expected, rel=1e-12, abs=1e-14)
         assert found.num_rounds[prompt] == pytest.approx(totals["rounds"], rel=1e-12)
         assert found.seconds[prompt] == pytest.approx(totals["seconds"], rel=TOLERANCE)
         for side, source in enumerate(SOURCES) if isinstance(policy, SpeculativeSpeculative) else ():
@@ -983,6 +989,13 @@ def test_doubt_of_a_record_reaches_the_result():
     replay = Replay(record, workload_of(record))
     assert plain.doubt == ngram.doubt == 0
     assert down.doubt == max(RoundLaw(replay, policies[1].drafting(source)).doubt for source in SOURCES) > 0
+
+
+def test_starts_that_a_record_leaves_open_are_refused():
+    record = record_of(*markov(5), num_prompts=20, length=12, seed=5, num_candidates=3)
+    replay = Replay(record, workload_of(record))
+    with pytest.raises(BadInput, match=r"hit rate at downweight 0\.3: must be known"):
+        round_starts({source: RoundLaw(replay, ssd(3, 2, C=0.3).drafting(source)) for source in SOURCES})
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
