@@ -34,6 +34,7 @@ FOUND_HEAD = ("policy", "tokens/s", "of the first, %", "verdict", "emitted / rou
 FRONT_HEAD = ("rows", "policy", "ms per token", "tokens/s", "per device", "front")
 SENSITIVITY_HEAD = ("if wrong", "by", "tokens/s", "then best", "lost, %", "changes")
 FEW_ROWS = 8  # of a table of what-ifs
+WORTH_NAMING = 0.001  # share of the rate that a what-if costs
 
 
 @dataclass(frozen=True)
@@ -286,17 +287,17 @@ def _with_interval(estimate: Estimate | None, spec: str) -> str:
 def what_if_in_words(what_if: Sensitivity) -> str:
     """Which measured quantity would change the choice, and at what cost."""
     changing = [row for row in what_if.rows if row.changes]
+    costly = [row for row in changing if row.loss >= WORTH_NAMING][:FEW_ROWS]
     num = len({row.quantity for row in what_if.rows})
-    percent = f"{100 * RELATIVE_ERROR:.0f} %"
+    percent, least = f"{100 * RELATIVE_ERROR:.0f} %", f"{100 * WORTH_NAMING:.1f} %"
     if not changing:
         return f"No quantity, of {num}, makes another policy the best if it is {percent} wrong"
-    costs = ", ".join(
-        f"{row.quantity} {100 * (row.factor - 1):+.0f} % ({100 * row.loss:.1f} %)" for row in changing[:FEW_ROWS]
-    )
-    more = f" and {len(changing) - FEW_ROWS} more" if len(changing) > FEW_ROWS else ""
+    costs = [f"{row.quantity} {100 * (row.factor - 1):+.0f} % ({100 * row.loss:.1f} %)" for row in costly]
+    others = len(changing) - len(costly)
+    rest = [f"{others} changes lose less than {least if len(costly) < FEW_ROWS else 'these'}"] if others else []
     return (
-        f"If it is {percent} wrong, these of {num} quantities make another policy the best (share of tokens/s that "
-        f"the recommended one then loses): {costs}{more}"
+        f"If one of {num} quantities is {percent} wrong, another policy may be the best (in brackets what the "
+        f"recommended one then loses): {'; '.join([*costs, *rest])}"
     )
 
 
