@@ -182,7 +182,7 @@ def system_of(
         after_miss=(curves[1],),
         num_texts=batch_size,
     )
-    late_s = {HostTerm.HIT: times.late_ms / 1e3, HostTerm.MISS: times.late_ms / 1e3}
+    late_s = dict.fromkeys((HostTerm.HIT, HostTerm.MISS, HostTerm.UNDRAFTED_MISS), times.late_ms / 1e3)
     system = System(
         latency=latency,
         contention=dict.fromkeys(Lane, 1.0),

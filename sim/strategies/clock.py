@@ -175,7 +175,8 @@ class Batch:
 
 def _host_of(terms: set[HostTerm]) -> HostTerm:
     """A row without a prepared speculation makes all of them wait."""
-    return HostTerm.MISS if HostTerm.MISS in terms else next(iter(terms))
+    missed = terms & {HostTerm.MISS, HostTerm.UNDRAFTED_MISS}
+    return next(iter(missed or terms))
 
 
 def _together(works: Sequence[tuple[tuple[DraftWork, ...], int]]) -> tuple[DraftWork, ...]:

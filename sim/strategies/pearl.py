@@ -54,7 +54,7 @@ class Pearl:
 
     def states(self, agreement: Agreement) -> tuple[RowState, RowState]:
         return (
-            RowState("pre-verify", self._work(0, HostTerm.MISS), self._pre_verify(agreement)),
+            RowState("pre-verify", self._work(0, HostTerm.UNDRAFTED_MISS), self._pre_verify(agreement)),
             RowState("post-verify", self._work(self._num_pending, HostTerm.HIT), self._post_verify(agreement)),
         )
 

@@ -110,7 +110,8 @@ class PreparedTree:
 
     def _work(self, source: Source) -> RoundWork:
         verified = self._verified(source)
-        host = HostTerm.HIT if source is Source.HIT else HostTerm.MISS
+        missed = HostTerm.UNDRAFTED_MISS if self.fallback is Fallback.NONE else HostTerm.MISS
+        host = HostTerm.HIT if source is Source.HIT else missed
         before = drafting_of(verified, self.drafter) if source is Source.MISS else ()
         num_branches = sum(self._kept_fan_out(source))
         return RoundWork(verified.num_nodes, host, before, self._build(verified, num_branches))

@@ -211,7 +211,7 @@ def test_batches_are_profiled_searched_executed_and_predicted(config: Experiment
     assert trace.workload["batch_size"] == 4
     profile = Profile.read(tmp_path / "profile")
     assert {s.batch_size for s in profile.latency} == {1, 4}
-    assert {len(t.sequences) for t in profile.traces} == {4}  # a whole batch before the latencies, one after
+    assert {len(t.sequences) for t in profile.traces} == {8}  # a whole batch before the latencies, one after
     assert "batches of 4 sequences that begin together" in (tmp_path / "report.md").read_text()
     shown = io.StringIO()
     _print_summary(summary, Console(file=shown, width=200))

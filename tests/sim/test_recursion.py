@@ -781,7 +781,8 @@ def rich_batch_system(**changes) -> System:
     """Two hit curves, spread durations, rows that cost, builds that are sometimes late, messages."""
     times = {"verify_s": 0.009, "draft_step_s": 0.002, "glue_s": 0.003, "tree_step_s": 0.002, "contention": 1.1}
     system = long_text(0.7, 0.8, 0.5, residuals=(0.7, 0.9, 1.0, 1.4), verify_per_token_s=0.0003, **times)
-    host_s = {HostTerm.AUTOREGRESSIVE: 1e-4, HostTerm.SPECULATIVE: 2e-4, HostTerm.HIT: 3e-4, HostTerm.MISS: 2e-3}
+    misses_s = {HostTerm.MISS: 2e-3, HostTerm.UNDRAFTED_MISS: 1e-3}
+    host_s = {HostTerm.AUTOREGRESSIVE: 1e-4, HostTerm.SPECULATIVE: 2e-4, HostTerm.HIT: 3e-4} | misses_s
     placement = Placement(transfer_latency_s=2e-4, transfer_bytes_per_s=1e6, distribution_bytes=30)
     return for_batches(replace(system, host_s=host_s, placement=placement, **changes), per_row_s=0.0005)
 
@@ -900,8 +901,10 @@ class SimulatedBatch:
         return max(known_s, now_s)
 
     def waiting_s(self, found: np.ndarray) -> float:
-        host_s = self.system.host_s[HostTerm.HIT if found.all() else HostTerm.MISS]
-        if found.all() or not self.policy.waits_for_draft(Source.MISS):
+        waits = self.policy.waits_for_draft(Source.MISS)
+        missed = HostTerm.MISS if waits else HostTerm.UNDRAFTED_MISS
+        host_s = self.system.host_s[HostTerm.HIT if found.all() else missed]
+        if found.all() or not waits:
             return host_s
         anew = self.size if self.policy.fallback is Fallback.DRAFT else self.size - int(found.sum())
         steps = range(self.policy.speculation_length)

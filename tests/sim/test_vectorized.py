@@ -162,7 +162,8 @@ class PlainDecoder:
             self.now = max(self.now, ends[-1] if wait else next((end for end in ends if end >= known), known))
         self.draft_in_the_open(rows)
         terms = {host_term(self.policy, source) for _, source in rows.values()}
-        self.now += self.system.host_s[HostTerm.MISS if len(terms) > 1 else terms.pop()]
+        missed = terms & {HostTerm.MISS, HostTerm.UNDRAFTED_MISS}
+        self.now += self.system.host_s[(missed or terms).pop()]
         self.build_ends = self.build(rows)
         if not overlaps:
             self.now = max([self.now, *(ends[-1] for ends in self.build_ends)])
