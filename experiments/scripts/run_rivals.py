@@ -12,6 +12,7 @@ from rich.console import Console
 
 from calibration.fit import at_speed_of, fit
 from calibration.profile import Profile, check_identity, check_prompts
+from calibration.slow_moments import usual_runs
 from experiments.bench import open_bench
 from experiments.config import QUICKSTART, load_config
 from experiments.measurement import CompanionRuns, Warm, measure_interleaved
@@ -83,7 +84,7 @@ def main() -> None:
     profile = Profile.read(Path(sys.argv[1]))
     traces, reference = run(profile)
     system = fit(profile)
-    systems = system, at_speed_of(system, reference)
+    systems = system, at_speed_of(system, usual_runs(reference))
     head = ("policy", "forecast", "predicted", "measured tokens/s", "error", "predicted tokens/round", "measured")
     print(in_markdown(head, [row(policy, repeats, systems) for policy, repeats in zip(POLICIES, traces, strict=True)]))
 
