@@ -126,9 +126,9 @@ AsJson = Annotated[
 bench_app = typer.Typer(
     help="Speed of the simulator and of the executor; whether the simulator's engines agree.", rich_markup_mode=None
 )
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", short_help="Speed of simulator and executor; do engines agree?")
 check_app = typer.Typer(help="Whether decoding is lossless on this machine, also when something fails.")
-app.add_typer(check_app, name="check")
+app.add_typer(check_app, name="check", short_help="Is decoding lossless here, also when parts fail?")
 
 
 @app.callback(invoke_without_command=True)
@@ -145,7 +145,7 @@ def saguaro(
         print(context.get_help())
 
 
-@app.command()
+@app.command(short_help="Measure a pair: agreement, latencies, short runs.")
 def profile(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name>-profile unless given.")] = None,
@@ -183,7 +183,7 @@ def profile(
     _print_record(out, console, as_json=as_json)
 
 
-@app.command()
+@app.command(short_help="Turn a profile into the simulator's system.")
 def fit(
     profile_folder: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder that `saguaro profile` wrote.")],
     out: Annotated[Path, typer.Option("--out", help="The system.json to write.")],
@@ -206,7 +206,7 @@ def fit(
     print(f"wrote {out}")
 
 
-@app.command()
+@app.command(short_help="Predict one policy.")
 def simulate(
     source: PlanSource,
     policy: PolicyText,
@@ -234,7 +234,7 @@ def simulate(
     _print_digest([prediction.to_dict()])
 
 
-@app.command()
+@app.command(short_help="Recommend a policy, and say how sure that is.")
 def search(
     source: PlanSource,
     config_file: SearchConfigFile = None,
@@ -335,7 +335,7 @@ def search(
         print(f"wrote {out / 'report.html'}", file=sys.stderr)
 
 
-@app.command()
+@app.command(short_help="Trees, one-pass drafters, PEARL ... beside SSD.")
 def rivals(
     source: PlanSource,
     acceptances: Annotated[
@@ -446,7 +446,7 @@ def _print_answer(answer: Answer, *, with_sensitivity: bool) -> None:
         console.print(f"{sentence}.", highlight=False, markup=False)
 
 
-@app.command()
+@app.command(short_help="Answer a file at every point of its sweep.")
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment file or file of numbers with a `sweep`.")],
     out: Annotated[
@@ -491,7 +491,7 @@ def sweep(
         _print_digest([swept.to_dict()])
 
 
-@app.command("export")
+@app.command("export", short_help="Write a recommendation as an engine's settings.")
 def export_(
     source: PlanSource,
     engine: Annotated[str, typer.Option("--to", help="ssd, vllm or sglang.")],
@@ -529,7 +529,7 @@ def export_(
     print(json.dumps(exported.to_dict(), indent=1) if as_json else exported.command)
 
 
-@app.command("import")
+@app.command("import", short_help="Plan from the files of another engine.")
 def import_(
     format_: Annotated[str, typer.Argument(metavar="FORMAT", help="vllm, sglang, ssd or logprobs.")],
     files: Annotated[
@@ -573,7 +573,7 @@ def import_(
     print(f"wrote {out / NUMBERS}")
 
 
-@app.command()
+@app.command(short_help="Serve requests as they arrive (simulated).")
 def serve(
     source: PlanSource,
     policy: Annotated[
@@ -628,7 +628,7 @@ def serve(
     console.print(f"{served_in_words(reports)}.", highlight=False, markup=False)
 
 
-@app.command()
+@app.command(short_help="Profile, choose, execute, compare.")
 def run(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
@@ -667,7 +667,7 @@ def run(
     _exit_unless_lossless(summary)
 
 
-@app.command()
+@app.command(short_help="Set many predictions beside their measurement.")
 def validate(
     config_file: ConfigFile,
     out: Annotated[Path | None, typer.Option("--out", help="Folder; out/<name> unless given.")] = None,
@@ -715,7 +715,7 @@ def validate(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@app.command(short_help="Print the JSON schema of the YAML files.")
 def schema(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="experiment, numbers or policy.")] = "experiment",
 ) -> None:
@@ -728,7 +728,7 @@ def schema(
     print(json.dumps(schema_of(FileKind(kind)), indent=1))
 
 
-@app.command()
+@app.command(short_help="Show versions, devices, cores, what is missing.")
 def doctor(as_json: AsJson = False) -> None:
     """Show versions, devices, cores and threads, and what is missing; exit code 1 if models cannot be run."""
     from experiments.doctor import DOCTOR_HEAD, examine, is_ready, to_json
@@ -868,7 +868,7 @@ def check_faults(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@app.command(short_help="Published figures of SSD beside ours.")
 def paper(
     out: Annotated[Path, typer.Option("--out", help="Folder.")] = Path("out/paper"),
     overwrite: Overwrite = False,

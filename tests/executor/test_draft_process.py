@@ -208,5 +208,8 @@ def test_a_killed_or_interrupted_parent_leaves_no_child(program: str, sent, tiny
 
 def is_running(pid: int) -> bool:
     """Whether a process exists and is more than a zombie that nobody has collected."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it may end at any moment
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
