@@ -191,10 +191,13 @@ def winner_table(
     pass of the drafter, whoever drafts, to a verification of one token; all operations of the draft are scaled
     together. Hit curves, the growth of times with tokens and rows, and host times are the system's. Prompt look-up and
     block verification are left out, as these numbers say nothing about them. Settings outside the system's latencies
-    are left out. Raises `BadInput` unless the system is one of summary numbers.
+    are left out. Raises `BadInput` unless the system is one of summary numbers, whose times reach the largest batch.
     """
     if not isinstance(system.agreement, ParametricAgreement):
         raise BadInput("rivals", "compares on a file of numbers; an agreement record has one acceptance only")
+    if max(grid.batch_sizes) > workload.batch_size:
+        rule = f"must not exceed text.batch_size = {workload.batch_size}, to which times are known"
+        raise BadInput("--batch-sizes", rule, max(grid.batch_sizes))
     of_acceptance = partial(_points, workload, system, assumptions, grid.places)
     points = [point for found in workers.map(of_acceptance, grid.acceptances) for point in found]
     return WinnerTable(tuple(points), assumptions)
