@@ -108,7 +108,7 @@ def test_an_axis_that_is_none_is_refused(numbers) -> None:
     with pytest.raises(BadInput, match="file of numbers"):
         record = record_of(*markov(1), num_prompts=2, length=10, seed=0)
         winner_table(workload_of(record), system_of(record), GRID)
-    with pytest.raises(BadInput, match="--batch-sizes: must not exceed text.batch_size = 32"):
+    with pytest.raises(BadInput, match="--batch-sizes: must not exceed"):
         winner_table(numbers.workload, numbers.system, Grid((0.6,), (0.2,), (1, 64)))
 
 
