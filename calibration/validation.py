@@ -250,18 +250,19 @@ class Validation:
         """Of predictions for the configurations in their order, each with what its system says of the measured
         rounds."""
         test, calibration = self.draws.test, self.draws.calibration
+        rates, hits = self._errors_of_rates([own for own, _ in predicted])
         columns = []
         for result, (own, replayed_s) in zip(self.results, predicted, strict=True):
             measured = result.measured
             columns.append(
                 (
-                    own.rate(calibration) / measured.rate(test) - 1,
                     (test @ measured.seconds) / (test @ replayed_s) - 1,
                     own.tokens_per_round(calibration) / measured.tokens_per_round(test) - 1,
-                    *(own.hit_rate(calibration, side) - measured.hit_rate(test, side) for side in (None, 0, 1)),
+                    *(own.hit_rate(calibration, side) - measured.hit_rate(test, side) for side in (0, 1)),
                 )
             )
-        return Errors(*(np.stack(column, axis=1) for column in zip(*columns, strict=True)))
+        latency, per_round, after_hit, after_miss = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+        return Errors(rates, latency, per_round, hits, after_hit, after_miss)
 
     def _errors_of_rates(self, predicted: Sequence[Totals]) -> tuple[FloatArray, FloatArray]:
         """(draws, configurations) errors of tokens/s and of hit rates."""

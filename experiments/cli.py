@@ -20,8 +20,10 @@ from sim.errors import BadInput, Interrupted, RunFailed
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from experiments.bench import Bench
     from experiments.config import ExperimentConfig
     from experiments.dry_run import Command
+    from experiments.ledger import Ledger
     from experiments.planning import Plan
     from experiments.searching import Answer, Question
     from experiments.stages import Stages
@@ -162,7 +164,6 @@ def profile(
     """Measure what the simulator needs: agreement of the two models, latency of every operation, short runs."""
     from experiments.config import load_config
     from experiments.dry_run import Command
-    from experiments.output import LEDGER, is_finished, resumable_folder
 
     config = load_config(config_file, reduced=reduced, seed=seed, batch_size=batch_size, settings=settings or ())
     out = out or Path("out") / f"{config.name}-profile"
@@ -170,16 +171,13 @@ def profile(
         _print_dry_run(config, out, None, Command.PROFILE, as_json=as_json)
         return
     console = _console(as_json=as_json)
-    if not (resume and is_finished(out, config.to_dict())):
-        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
-            from experiments.bench import open_bench
-            from experiments.ledger import Ledger
-            from experiments.run import profile_into
-            from experiments.stages import Stages
+    from experiments.measured_folder import fill
+    from experiments.run import profile_into
 
-            stages = Stages(console, quiet=quiet)
-            with open_bench(config, stages) as bench:
-                profile_into(folder, config, bench, stages, Ledger(folder / LEDGER, stages.spare))
+    def work(folder: Path, bench: Bench, stages: Stages, ledger: Ledger) -> None:
+        profile_into(folder, config, bench, stages, ledger)
+
+    fill(out, config, console, work, overwrite=overwrite, resume=resume, quiet=quiet)
     _print_record(out, console, as_json=as_json)
 
 
@@ -686,7 +684,7 @@ def validate(
     """Run many held-out configurations for real and set every prediction beside its measurement."""
     from experiments.config import load_config
     from experiments.dry_run import Command
-    from experiments.output import LEDGER, is_finished, resumable_folder
+    from experiments.measured_folder import fill
     from experiments.validation import for_largest_batch, print_validation, read_profiles, run_validation
 
     config = for_largest_batch(load_config(config_file, reduced=reduced, seed=seed, settings=settings or ()))
@@ -696,15 +694,11 @@ def validate(
         _print_dry_run(config, out, profile_folder, Command.VALIDATE, as_json=as_json)
         return
     console = _console(as_json=as_json)
-    if not (resume and is_finished(out, config.to_dict())):
-        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
-            from experiments.bench import open_bench
-            from experiments.ledger import Ledger
-            from experiments.stages import Stages
 
-            stages = Stages(console, quiet=quiet)
-            with open_bench(config, stages) as bench:
-                run_validation(config, bench, folder, stages, earlier, Ledger(folder / LEDGER, stages.spare))
+    def work(folder: Path, bench: Bench, stages: Stages, ledger: Ledger) -> None:
+        run_validation(config, bench, folder, stages, earlier, ledger)
+
+    fill(out, config, console, work, overwrite=overwrite, resume=resume, quiet=quiet)
     validation = json.loads((out / "validation.json").read_text())
     print_validation(validation, console)
     _print_record(out, console, report="validation.html")

@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-import experiments.bench
 from calibration.breakdown import figures_of_merit
 from calibration.digest import digest, digest_of_inputs
 from calibration.doubts import doubts_about
@@ -41,6 +40,7 @@ from calibration.validate import Comparison, Losslessness, check_losslessness, c
 from experiments.bench import Bench
 from experiments.config import ExperimentConfig, SearchConfig
 from experiments.ledger import AGREEMENT, JSON, LATENCY, NOWHERE, TRACE, Ledger
+from experiments.measured_folder import fill
 from experiments.measurement import (
     MEASURED,
     CompanionRuns,
@@ -52,7 +52,6 @@ from experiments.measurement import (
     turns,
     warm_up,
 )
-from experiments.output import LEDGER, is_finished, resumable_folder
 from experiments.planning import best_engine
 from experiments.recorded_workload import recorded_workload
 from experiments.sessions import Sessions
@@ -154,12 +153,11 @@ def run_in(
 ) -> dict[str, Any]:
     """The summary of the run in the folder `out`: measured now, or with `resume` as far as it is not finished there.
     Raises `BadInput` on a folder that may not be written into."""
-    if not (resume and is_finished(out, config.to_dict())):
-        with resumable_folder(out, overwrite=overwrite, resume=resume) as folder:
-            stages = Stages(console, quiet=quiet)
-            with experiments.bench.open_bench(config, stages) as bench:
-                ledger = Ledger(folder / LEDGER, stages.spare)
-                run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
+
+    def work(folder: Path, bench: Bench, stages: Stages, ledger: Ledger) -> None:
+        run_experiment(config, bench, folder, stages, earlier=earlier, ledger=ledger)
+
+    fill(out, config, console, work, overwrite=overwrite, resume=resume, quiet=quiet)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
